@@ -1,0 +1,145 @@
+"""The loop: get a batch, dispatch a step, hand the metrics of the step before to the hooks.
+
+It knows the hook protocol and nothing else. Step n + 1 is dispatched before the metrics of step n are read, so the
+device never waits for the host, except where a hook asks for the state.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from trainer.errors import EXIT_DONE, EXIT_SAVED_RUN_AGAIN
+from trainer.state import TrainState
+from trainer.step import Batch, Metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class Stop:
+    """Why a run ends.
+
+    Attributes:
+      reason: for people.
+      finished: whether the run is done, or goes on when it is started again.
+    """
+
+    reason: str
+    finished: bool
+
+    @property
+    def exit_code(self) -> int:
+        """Of the process."""
+        return EXIT_DONE if self.finished else EXIT_SAVED_RUN_AGAIN
+
+
+class Hook:
+    """Something that happens during a run; a subclass overrides what it needs.
+
+    `name`, by default that of the class, keeps the hook's state apart from that of others in a checkpoint.
+    """
+
+    name: str
+
+    def __init_subclass__(cls) -> None:
+        cls.name = cls.__dict__.get("name", cls.__name__)
+
+    def on_step(self, step: int, metrics: Metrics) -> None:
+        """Sees the metrics of every step, in order, one step behind the device; `step` counts updates."""
+
+    def due(self, step: int, stop: Stop | None) -> bool:
+        """Whether `on_state` is wanted after `step`; the loop then waits for the device. `stop`: the run ends here."""
+        return False
+
+    def on_state(self, step: int, state: TrainState) -> Stop | None:
+        """Acts on the state after `step`, once all of `on_step` up to it is done; may end the run."""
+        return None
+
+    def state(self) -> Any:
+        """What the hook needs to go on exactly, as JSON; None: nothing."""
+        return None
+
+    def restore(self, state: Any) -> None:
+        """Takes up what `state` returned in the run that is being resumed."""
+
+    def ended(self) -> Stop | None:
+        """After `restore`: whether the hook had ended the run for good."""
+        return None
+
+
+class Batches(Protocol):
+    """Where the loop gets its batches from."""
+
+    def get(self, cancelled: Callable[[], bool]) -> Batch | None:
+        """The next batch; None as soon as `cancelled()` while waiting for it."""
+
+
+class Stopwatch:
+    """Seconds spent in `on_state` of hooks, which are no training time."""
+
+    def __init__(self) -> None:
+        self.in_hooks = 0.0
+
+
+def run_loop(
+    train_step: Callable[[TrainState, Batch, Any], tuple[TrainState, Metrics]],
+    state: TrainState,
+    batches: Batches,
+    learning_rates: np.ndarray,
+    hooks: Sequence[Hook],
+    *,
+    start: int,
+    requested: Callable[[], Stop | None],
+    stopwatch: Stopwatch,
+) -> tuple[TrainState, int, Stop]:
+    """Runs steps until the end of `learning_rates` or until something stops the run.
+
+    Args:
+      train_step: compiled; `state` is donated to it.
+      state: after `start` steps.
+      batches: from step `start` on.
+      learning_rates: float32[num_steps], one for each step of the whole run.
+      hooks: called in this order.
+      start: steps that are done already.
+      requested: whether somebody asks the run to stop; asked at every step and while waiting for data.
+      stopwatch: gets the time that hooks take.
+
+    Returns:
+      The state, the steps done, why it ended.
+    """
+    step, pending = start, None
+    while True:
+        batch = batches.get(cancelled=lambda: requested() is not None)
+        if batch is not None:
+            state, metrics = train_step(state, batch, learning_rates[step])
+            _report(hooks, pending)
+            step, pending = step + 1, (step + 1, metrics)
+        stop = Stop(f"finished: {step} steps", finished=True) if step == len(learning_rates) else requested()
+        if any(hook.due(step, stop) for hook in hooks):
+            _report(hooks, pending)
+            pending = None
+            stop = _act(hooks, step, state, stop, stopwatch)
+        if stop is not None:
+            _report(hooks, pending)
+            return state, step, stop
+
+
+def _report(hooks: Sequence[Hook], pending: tuple[int, Metrics] | None) -> None:
+    if pending is not None:
+        step, metrics = pending
+        metrics = jax.device_get(metrics)
+        for hook in hooks:
+            hook.on_step(step, metrics)
+
+
+def _act(
+    hooks: Sequence[Hook], step: int, state: TrainState, stop: Stop | None, stopwatch: Stopwatch
+) -> Stop | None:
+    for hook in hooks:
+        if hook.due(step, stop):
+            begin = time.monotonic()
+            stop = hook.on_state(step, state) or stop
+            stopwatch.in_hooks += time.monotonic() - begin
+    return stop

@@ -1,0 +1,1 @@
+"""What keeps a run from losing anything: signals."""

@@ -1,0 +1,168 @@
+"""The train, eval and predict steps: pure functions of (state, batch).
+
+A task gives losses and weights *per element*, never a mean. The gradient of the weighted sum is accumulated over
+micro-batches and divided once by the total weight, so padding, uneven numbers of tokens and the number of devices
+change nothing.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from clu import metrics as clu_metrics
+from flax import nnx, struct
+
+from trainer.model_def import Arrays, ModelDef
+from trainer.optimizer import Optimizer
+from trainer.state import TrainState
+
+Batch = dict[str, jax.Array]
+Metrics = dict[str, clu_metrics.Metric]
+
+
+@struct.dataclass
+class Loss:
+    """What a task says of a batch.
+
+    Attributes:
+      values: float[batch, ...], the loss of each element (an image, a token).
+      weights: float[batch, ...], how much each counts; None: one each.
+    """
+
+    values: jax.Array
+    weights: jax.Array | None = None
+
+
+class Task(Protocol):
+    """The part of a Trainer that the steps call."""
+
+    def forward(self, model: nnx.Module, batch: Batch) -> Any:
+        """The model's outputs."""
+
+    def loss(self, outputs: Any, batch: Batch) -> Loss:
+        """Losses and weights per element."""
+
+    def metrics(self, outputs: Any, batch: Batch) -> Metrics:
+        """Further metrics, each counting only the rows where `batch["mask"]` is true."""
+
+
+def _forward(task: Task, model: nnx.Module, batch: Batch) -> tuple[jax.Array, jax.Array, Metrics]:
+    """Sum of weighted losses, sum of weights, metrics."""
+    outputs = task.forward(model, batch)
+    loss = task.loss(outputs, batch)
+    weights = jnp.ones_like(loss.values) if loss.weights is None else loss.weights
+    mask = batch["mask"].reshape(-1, *(1,) * (loss.values.ndim - 1))
+    # Padding is taken out by selection: a weight of zero would keep the NaN of an element that means nothing.
+    dtype = jnp.promote_types(loss.values.dtype, jnp.float32)
+    weights = jnp.where(mask, weights, 0).astype(dtype)
+    values = jnp.where(weights != 0, loss.values, 0).astype(dtype)
+    loss_sum, weight_sum = jnp.sum(values * weights), jnp.sum(weights)
+    metrics = {"loss": clu_metrics.Average(total=loss_sum, count=weight_sum), **task.metrics(outputs, batch)}
+    return loss_sum, weight_sum, metrics
+
+
+def make_train_step(
+    task: Task,
+    model_def: ModelDef,
+    optimizer: Optimizer,
+    ema: optax.GradientTransformation | None,
+    num_micro_batches: int,
+) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]]:
+    """One update: `(state, batch, learning_rate) → (state, metrics)`.
+
+    Args:
+      task: gives losses per element.
+      model_def: puts the model together.
+      optimizer: clips, decays, updates.
+      ema: the moving average of the params, or None.
+      num_micro_batches: the batch is worked off in so many parts; micro-batch a of k takes rows a::k, so that no
+        row changes device.
+    """
+
+    def gradients(
+        params: Arrays, model_state: Arrays, batch: Batch, key: jax.Array
+    ) -> tuple[Arrays, jax.Array, Arrays, Metrics]:
+        frozen = {path: param for path, param in params.items() if path not in optimizer.trainable}
+
+        def loss_sum(trained: Arrays) -> tuple[jax.Array, tuple[jax.Array, Arrays, Metrics]]:
+            model = model_def.merge({**frozen, **trained}, model_state, key)
+            model.train()
+            total, weight, metrics = _forward(task, model, batch)
+            return total, (weight, model_def.split(model)[1], metrics)
+
+        trained = {path: params[path] for path in optimizer.trainable}
+        grads, (weight, model_state, metrics) = jax.grad(loss_sum, has_aux=True)(trained)
+        return grads, weight, model_state, metrics
+
+    def accumulate(state: TrainState, batch: Batch) -> tuple[Arrays, jax.Array, Arrays, Metrics]:
+        if num_micro_batches == 1:
+            return gradients(state.params, state.model_state, batch, state.key)
+
+        def add(carry: tuple[Arrays, jax.Array, Arrays], inputs: tuple[Batch, jax.Array]) -> tuple[Any, Metrics]:
+            grad_sum, weight_sum, model_state = carry
+            grads, weight, model_state, metrics = gradients(state.params, model_state, *inputs)
+            return (optax.tree.add(grad_sum, grads), weight_sum + weight, model_state), metrics
+
+        def micro(rows: jax.Array) -> jax.Array:
+            return rows.reshape(-1, num_micro_batches, *rows.shape[1:]).swapaxes(0, 1)
+
+        inputs = jax.tree.map(micro, batch), jax.random.split(state.key, num_micro_batches)
+        first = jax.tree.map(lambda leaf: leaf[0], inputs)
+        shapes = jax.eval_shape(gradients, state.params, state.model_state, *first)
+        zeros = optax.tree.zeros_like(shapes[:2])
+        (grads, weight, model_state), metrics = jax.lax.scan(add, (*zeros, state.model_state), inputs)
+        return grads, weight, model_state, {name: metric.reduce() for name, metric in metrics.items()}
+
+    def train_step(state: TrainState, batch: Batch, learning_rate: jax.Array) -> tuple[TrainState, Metrics]:
+        grads, weight, model_state, metrics = accumulate(state, batch)
+        grads = optax.tree.scale(1 / jnp.where(weight > 0, weight, 1), grads)
+        params, opt_state = optimizer.update(grads, state.opt_state, state.params, learning_rate)
+        metrics["grad_norm"] = clu_metrics.Average(total=optax.tree.norm(grads), count=jnp.int32(1))
+        metrics["learning_rate"] = clu_metrics.LastValue(value=learning_rate)
+        state = state.replace(
+            step=state.step + 1,
+            params=params,
+            model_state=model_state,
+            opt_state=opt_state,
+            ema=ema and ema.update(params, state.ema)[1],
+        )
+        return state, metrics
+
+    return train_step
+
+
+def eval_params(state: TrainState, ema_decay: float | None) -> Arrays:
+    """The params to evaluate: the bias-corrected moving average where there is one, once it has averaged any."""
+    if state.ema is None:
+        return state.params
+    count = jnp.maximum(state.ema.count, 1)
+    average = optax.tree.bias_correction(state.ema.ema, ema_decay, count)
+    return jax.tree.map(lambda mean, param: jnp.where(state.ema.count > 0, mean, param), average, state.params)
+
+
+def _eval_model(model_def: ModelDef, state: TrainState, ema_decay: float | None) -> nnx.Module:
+    model = model_def.merge(eval_params(state, ema_decay), state.model_state, jax.random.wrap_key_data(state.rng))
+    model.eval()
+    return model
+
+
+def make_eval_step(
+    task: Task, model_def: ModelDef, ema_decay: float | None
+) -> Callable[[TrainState, Batch], Metrics]:
+    """`(state, batch) → metrics` with the model in evaluation mode; rows whose mask is false count nothing."""
+
+    def eval_step(state: TrainState, batch: Batch) -> Metrics:
+        return _forward(task, _eval_model(model_def, state, ema_decay), batch)[2]
+
+    return eval_step
+
+
+def make_predict_step(task: Task, model_def: ModelDef, ema_decay: float | None) -> Callable[[TrainState, Batch], Any]:
+    """`(state, batch) → outputs` with the model in evaluation mode."""
+
+    def predict_step(state: TrainState, batch: Batch) -> Any:
+        return task.forward(_eval_model(model_def, state, ema_decay), batch)
+
+    return predict_step

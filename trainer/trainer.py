@@ -1,0 +1,338 @@
+"""Trainer: owns the TrainState, and is what a user subclasses.
+
+A new task is `forward` and `loss`, and a model: `config.model`, or `build_model`. All else has a default that a method
+of the same name replaces. Construction checks everything that can be known without a device; `fit` does the rest.
+"""
+
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+from flax import nnx
+from rich import get_console
+
+from data import DataConfig, Pipeline
+from trainer import runtime
+from trainer.checkpoint import Checkpoints
+from trainer.config import Config
+from trainer.duration import Calendar
+from trainer.errors import UserError
+from trainer.evaluation import Evaluation, padded_batch_size
+from trainer.hooks import CheckpointHook, Clock, EarlyStoppingHook, EvaluateHook, LogHook
+from trainer.loop import Hook, Stop, Stopwatch, run_loop
+from trainer.mesh import local_rows, make_mesh, num_batch_shards
+from trainer.metrics import MetricsFile, MetricSums, Recorder, check_monitored
+from trainer.optimizer import learning_rates, resolve_schedule
+from trainer.overrides import rebuild
+from trainer.prefetch import Prefetcher, to_device
+from trainer.program import Program
+from trainer.progress import ProgressHook
+from trainer.safety.signals import StopRequest, listen
+from trainer.sharding import REPLICATE, Rules
+from trainer.state import TrainState
+from trainer.step import Batch, Loss, Metrics
+from trainer.workdir import Workdir
+
+log = logging.getLogger(__name__)
+
+
+class Trainer:
+    """Trains one model on one dataset over one mesh.
+
+    A subclass, whole:
+
+        class Regression(Trainer):
+            def build_model(self, rngs):
+                return nnx.Linear(8, 1, rngs=rngs)
+
+            def forward(self, model, batch):
+                return model(batch["x"])[:, 0]
+
+            def loss(self, outputs, batch):
+                return Loss((outputs - batch["y"]) ** 2)
+
+    Attributes:
+      config: what the run is.
+      mesh: over which devices.
+      num_steps: updates of the whole run.
+      state: the TrainState; None until `fit`, `evaluate` or `predict` needs it.
+    """
+
+    # ---- What a task says ----------------------------------------------------------------------------------------
+
+    def build_model(self, rngs: nnx.Rngs) -> nnx.Module:
+        """The model, its parameters drawn from `rngs`. Default: `config.model.build(rngs)`."""
+        if self.config.model is None:
+            raise UserError(f"{type(self).__name__} has no model: set config.model, or override build_model")
+        return self.config.model.build(rngs)
+
+    def forward(self, model: nnx.Module, batch: Batch) -> Any:
+        """The model's outputs for a batch: what `loss` and `metrics` see and `predict` returns.
+
+        Args:
+          model: in training or evaluation mode; its random layers are seeded from the run's seed and the step.
+          batch: feature → array[batch, ...], and "mask": bool[batch], false for rows that only fill up the batch.
+        """
+        raise UserError(f"{type(self).__name__} must define forward(self, model, batch)")
+
+    def loss(self, outputs: Any, batch: Batch) -> Loss:
+        """Losses, and weights if they differ, per element: never a mean."""
+        raise UserError(f"{type(self).__name__} must define loss(self, outputs, batch)")
+
+    def metrics(self, outputs: Any, batch: Batch) -> Metrics:
+        """clu metrics besides the loss, by name; each must be given `mask=batch["mask"]`."""
+        return {}
+
+    def sharding_rules(self) -> Rules:
+        """`(pattern, PartitionSpec)`. Default: the config's, else the model's own, else a copy on every device."""
+        if self.config.sharding_rules is not None:
+            return self.config.sharding_rules
+        return REPLICATE if self.config.model is None else self.config.model.sharding_rules()
+
+    def hooks(self) -> Sequence[Hook]:
+        """The task's own hooks; they run before the checkpoint, and their state is saved in it."""
+        return ()
+
+    def writers(self) -> Sequence[Any]:
+        """The task's own `clu.metric_writers.MetricWriter`s; each gets a thread of its own."""
+        return ()
+
+    # ---- What a user calls ---------------------------------------------------------------------------------------
+
+    def __init__(
+        self,
+        config: Config,
+        workdir: epath.PathLike | None = None,
+        *,
+        accept_config_change: bool = False,
+        devices: Sequence[jax.Device] | None = None,
+    ):
+        """Checks everything and allocates nothing.
+
+        Args:
+          config: checked anew, since it may have been changed after it was built.
+          workdir: the run's folder; None: nothing is written.
+          accept_config_change: go on in a workdir whose run had other numbers.
+          devices: default: all.
+
+        Raises:
+          UserError: for whatever cannot work, before any device does.
+        """
+        self.config = config = rebuild(config)
+        if config.deterministic:
+            runtime.check_deterministic_operations()
+        self.mesh = make_mesh(config.mesh, devices)
+        check_batch_size(config, num_batch_shards(self.mesh))
+        self._data = _open(config.data, config.batch_size, config.seed, "data")
+        length = Calendar(config.batch_size, self._data.num_examples)
+        self.num_steps = length.steps(config.train_for, "train_for")
+        if self.num_steps < 1:
+            raise UserError(f"train_for: expected at least one step, found {config.train_for!r}")
+        self._calendar = Calendar(config.batch_size, self._data.num_examples, self.num_steps)
+        self._schedule = resolve_schedule(config.optimizer.schedule, self._calendar)
+        self._rates = learning_rates(config.optimizer, self._calendar, self.num_steps)
+        self._program = Program(self, self.mesh, self._data.element_spec)
+        self._evaluations = [self._open_evaluation(index) for index in range(len(config.evals))]
+        self._check_hooks()
+        self._workdir = None if workdir is None else Workdir(workdir)
+        if self._workdir is not None:
+            self._workdir.check(config, self._schedule, accept_config_change)
+        self.state: TrainState | None = None
+        self._step = 0
+
+    def fit(self) -> Stop:
+        """Trains to the end, from the newest checkpoint of the workdir if there is one.
+
+        Returns:
+          Why it ended: finished, or stopped by a signal after a save.
+
+        Raises:
+          RunError: what went wrong, with the exit code for it.
+        """
+        with contextlib.ExitStack() as stack:
+            request = stack.enter_context(listen())
+            checkpoints = self._checkpoints()
+            if checkpoints is not None:
+                stack.callback(checkpoints.close)
+            saved = self._resume(checkpoints)
+            if self._step >= self.num_steps:
+                return Stop(f"finished: {self._step} steps", finished=True)
+            batches = stack.enter_context(contextlib.closing(self._batches()))
+            recorder = stack.enter_context(contextlib.closing(self._recorder()))
+            stopwatch = Stopwatch()
+
+            def clock() -> Clock:
+                return Clock(self.config.batch_size, lambda: batches.waited, stopwatch)
+
+            hooks = self._all_hooks(recorder, clock(), checkpoints)
+            for hook in hooks:
+                if hook.name in saved:
+                    hook.restore(saved[hook.name])
+            ended = next((stop for hook in hooks if (stop := hook.ended()) is not None), None)
+            if ended is not None:
+                return ended
+            progress = ProgressHook(self._step, self.num_steps, clock(), get_console())
+            stack.callback(progress.close)
+            self.state, self._step, stop = run_loop(
+                self._program.train_step,
+                self.state,
+                batches,
+                self._rates,
+                [progress, *hooks],
+                start=self._step,
+                requested=lambda: _stop(request),
+                stopwatch=stopwatch,
+            )
+            return stop
+
+    def evaluate(self) -> dict[str, float]:
+        """The metrics of every evaluation, by `"name/metric"`, for the present state."""
+        state = self._ensure_state()
+        return {
+            f"{evaluation.name}/{metric}": value
+            for evaluation in self._evaluations
+            for metric, value in evaluation(state).items()
+        }
+
+    def predict(self, batch: Mapping[str, Any]) -> Any:
+        """What `forward` gives for a batch in evaluation mode, as numpy arrays.
+
+        Args:
+          batch: feature → array[n, ...] for any n, as it comes out of preprocessing.
+
+        Raises:
+          UserError: if the features differ in length.
+        """
+        rows = {name: np.asarray(values) for name, values in batch.items()}
+        sizes = {name: len(values) for name, values in rows.items()}
+        size = max(sizes.values(), default=0)
+        if size == 0 or min(sizes.values()) != size:
+            raise UserError(f"predict: expected features of one length ≥ 1, found {sizes}")
+        padded = padded_batch_size(size, num_batch_shards(self.mesh))
+        rows["mask"] = np.ones(size, bool)
+        rows = {name: np.pad(values, [(0, padded - size)] + [(0, 0)] * (values.ndim - 1)) for name, values in rows.items()}
+        outputs = self._program.predict_step(self._ensure_state(), to_device(rows, self.mesh, padded))
+        return jax.tree.map(lambda output: output[:size], jax.device_get(outputs))
+
+    # ---- You can skip the rest -----------------------------------------------------------------------------------
+
+    def _open_evaluation(self, index: int) -> Evaluation:
+        config = self.config.evals[index]
+        size = padded_batch_size(config.batch_size or self.config.batch_size, num_batch_shards(self.mesh))
+        pipeline = _open(config.data, size, self.config.seed, f"evals[{index}].data")
+        return Evaluation(config.name, pipeline, size, self.mesh, self._program.eval_step)
+
+    def _check_hooks(self) -> None:
+        config = self.config
+        known = self._program.eval_metrics
+        if config.checkpoint.best is not None:
+            check_monitored(config.checkpoint.best, known, "checkpoint.best")
+        if config.early_stopping is not None:
+            check_monitored(config.early_stopping.metric, known, "early_stopping.metric")
+        intervals = {"log.every": config.log.every, "checkpoint.every": config.checkpoint.every}
+        intervals |= {f"evals[{index}].every": evaluation.every for index, evaluation in enumerate(config.evals)}
+        self._intervals = {where: self._calendar.steps(every, where) for where, every in intervals.items()}
+        for where, steps in self._intervals.items():
+            if steps < 1:
+                raise UserError(f"{where}: expected at least one step, found {intervals[where]!r}")
+
+    def _checkpoints(self) -> Checkpoints | None:
+        if self._workdir is None:
+            return None
+        return Checkpoints(self._workdir.checkpoints, self.config.checkpoint, self.mesh)
+
+    def _ensure_state(self) -> TrainState:
+        if self.state is None:
+            checkpoints = self._checkpoints()
+            self._resume(checkpoints)
+        assert self.state is not None
+        return self.state
+
+    def _resume(self, checkpoints: Checkpoints | None) -> Mapping[str, Any]:
+        """Sets the state and its step, and returns the state of the hooks by name.
+
+        With a workdir what counts is on disk, also for a second `fit`; without one it is the state in memory.
+        """
+        restored = None if checkpoints is None else checkpoints.restore(self._program.state)
+        if restored is not None:
+            self.state, self._step = restored.state, restored.step
+            log.info("continuing at step %d of %d", self._step, self.num_steps)
+            return restored.hooks
+        if self.state is None or checkpoints is not None:
+            self.state, self._step = self._program.create_state(self.config.seed), 0
+        return {}
+
+    def _batches(self) -> Prefetcher:
+        assert self.state is not None
+        start = self._step + int(self.state.batch_offset)
+        stream = self._data.batches(start=start, rows=local_rows(self.mesh, self.config.batch_size))
+        return Prefetcher(stream, self.mesh, self.config.batch_size)
+
+    def _recorder(self) -> Recorder:
+        """Where lines of metrics go; the files of an earlier run are cut to the step at which this one starts."""
+        if jax.process_index() > 0:
+            return Recorder()
+        if self._workdir is None:
+            return Recorder(writers=self.writers())
+        self._workdir.describe(self.config, self._schedule, self.mesh, self._data.fingerprint)
+        file = MetricsFile(self._workdir.metrics)
+        file.cut(self._step)
+        writers = list(self.writers())
+        if self.config.log.tensorboard:
+            from clu import metric_writers  # Imports TensorFlow, 3 s.
+
+            writers.append(metric_writers.SummaryWriter(str(self._workdir.tensorboard)))
+        return Recorder(file, writers)
+
+    def _all_hooks(self, recorder: Recorder, clock: Clock, checkpoints: Checkpoints | None) -> list[Hook]:
+        config, every = self.config, self._intervals
+        evaluates = [
+            EvaluateHook(every[f"evals[{index}].every"], evaluation, recorder)
+            for index, evaluation in enumerate(self._evaluations)
+        ]
+        first, others = evaluates[:1], evaluates[1:]
+        early = [EarlyStoppingHook(config.early_stopping, first[0])] if config.early_stopping else []
+        logs = LogHook(every["log.every"], MetricSums(self._program.train_metrics), recorder, clock)
+        hooks: list[Hook] = [*first, *early, logs, *others, *self.hooks()]
+        if checkpoints is not None:
+            watched = first[0] if first else None
+            last = self._step or None
+            hooks.append(
+                CheckpointHook(every["checkpoint.every"], config.checkpoint, checkpoints, recorder, hooks, watched, last)
+            )
+        names = [hook.name for hook in hooks]
+        if len(set(names)) < len(names):
+            raise UserError(f"hooks: names must differ, found {names}; set `name` in the class of each")
+        return hooks
+
+
+def check_batch_size(config: Config, num_shards: int) -> None:
+    """Raises a UserError if the batch does not divide over micro-batches and devices, with the sizes that do."""
+    size, parts = config.batch_size, config.num_micro_batches
+    if size < parts:
+        raise UserError(f"num_micro_batches: {parts} micro-batches cannot be made of a batch_size of {size} examples")
+    unit = parts * num_shards
+    if size % unit:
+        lower = size // unit * unit
+        over = f"{num_shards} devices" + (f" in {parts} micro-batches" if parts > 1 else "")
+        raise UserError(
+            f"batch_size: {size} does not divide over {over}; the nearest sizes that do are "
+            + " and ".join(str(near) for near in (lower, lower + unit) if near)
+        )
+
+
+def _open(config: DataConfig, batch_size: int, seed: int, where: str) -> Pipeline:
+    try:
+        return Pipeline(config, batch_size=batch_size, seed=seed)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from error
+
+
+def _stop(request: StopRequest) -> Stop | None:
+    if request.received is None:
+        return None
+    return Stop(f"stopped by {request.received.name}", finished=False)
