@@ -20,7 +20,10 @@ The same command, run again, continues the run. Exit codes:
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     """The command's own flags, and the overrides of config fields: path → text."""
     parser = argparse.ArgumentParser(
-        prog="train.py", description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="train.py",
+        description=__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", required=True, help="a Python file with get_config(), and maybe :variant")
     parser.add_argument("--workdir", help="the run's folder (default: runs/CONFIG[-VARIANT])")
@@ -76,6 +79,7 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
     handler = RichHandler(console=get_console(), show_path=False, show_level=False, log_time_format="%X")
     logging.getLogger("trainer").addHandler(handler)
     logging.getLogger("trainer").setLevel(logging.INFO)
+    logging.getLogger("trainer").propagate = False
     config = load_config(flags.config, overrides)
     if config.trainer is None:
         raise UserError(f"{flags.config}: set `trainer` in the config to the Trainer subclass that runs it")

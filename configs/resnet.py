@@ -37,13 +37,17 @@ def digits() -> Config:
     normalize = {"mean": images.DIGITS_MEAN, "std": images.DIGITS_STD}
     return Config(
         trainer=ImageClassifier,
-        model=ResNetConfig(depth=18, num_classes=10, stem="small", width=8, in_channels=1),
+        model=ResNetConfig(depth=18, num_classes=10, stem="small", width=16, in_channels=1),
         data=DataConfig("digits", "train", images.ShiftedImage(pixels=1, flip=False, **normalize)),
         evals=(EvalConfig(DataConfig("digits", "test", images.NormalizedImage(**normalize)), every="5 epochs"),),
-        batch_size=64,
+        batch_size=128,
         train_for="20 epochs",
         optimizer=OptimizerConfig(
-            name="adamw", learning_rate=3e-3, weight_decay=0.05, schedule=warmup_cosine("2 epochs")
+            name="sgd",
+            learning_rate=0.1,
+            arguments={"momentum": 0.9, "nesterov": True},
+            weight_decay=1e-4,
+            schedule=warmup_cosine("2 epochs"),
         ),
         checkpoint=CheckpointConfig(every="5 epochs", best="accuracy"),
     )

@@ -1,5 +1,13 @@
-"""Eight virtual CPU devices for every test, set before JAX starts its backend."""
+"""Eight virtual CPU devices for every test, set before JAX starts its backend, and one compilation cache for all."""
 
 import jax
+import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compilation_cache(tmp_path_factory):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("xla")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

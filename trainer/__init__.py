@@ -1,25 +1,25 @@
 """A Flax NNX / Optax training framework. The files, in the order to read them:
 
-    config.py        what the user writes: the Config tree (overrides.py: from text; duration.py: '90 epochs')
-    mesh.py          MeshConfig → jax.sharding.Mesh
-    sharding.py      rules → PartitionSpecs, and what is wrong with them
-    model_def.py     an NNX model taken apart into flat dicts of arrays
-    optimizer.py     OptimizerConfig → the Optax chain and the learning rate of every step
-    state.py         TrainState, born sharded
-    step.py          train, eval and predict step: pure functions of (state, batch)
-    program.py       the steps compiled for a mesh
-    trainer.py       Trainer: what a user subclasses
-    loop.py          get a batch, dispatch a step, call the hooks
-    hooks.py         log, evaluate, stop early, save
-    evaluation.py    a dataset → exact metrics
-    metrics.py       from the device to metrics.jsonl and TensorBoard (progress.py: to the terminal)
-    prefetch.py      host batches → device arrays
-    checkpoint.py    Orbax, verified (manifest.py: what was written; digest.py: which values)
-    workdir.py       the run's folder
-    runtime.py       compilation cache, deterministic operations
-    errors.py        exit codes
-    tasks/           Trainers for common work
-    safety/          signals
+config.py        what the user writes: the Config tree (overrides.py: from text; duration.py: '90 epochs')
+mesh.py          MeshConfig → jax.sharding.Mesh
+sharding.py      rules → PartitionSpecs, and what is wrong with them
+model_def.py     an NNX model taken apart into flat dicts of arrays
+optimizer.py     OptimizerConfig → the Optax chain and the learning rate of every step
+state.py         TrainState, born sharded
+step.py          train, eval and predict step: pure functions of (state, batch)
+program.py       the steps compiled for a mesh
+trainer.py       Trainer: what a user subclasses
+loop.py          get a batch, dispatch a step, call the hooks
+hooks.py         log, evaluate, stop early, save
+evaluation.py    a dataset → exact metrics
+metrics.py       from the device to metrics.jsonl and TensorBoard (progress.py: to the terminal)
+prefetch.py      host batches → device arrays
+checkpoint.py    Orbax, verified (manifest.py: what was written; digest.py: which values)
+workdir.py       the run's folder
+runtime.py       compilation cache, deterministic operations
+errors.py        exit codes
+tasks/           Trainers for common work
+safety/          signals
 """
 
 from etils import epy

@@ -199,7 +199,8 @@ class Checkpoints:
             return Restored(unflatten_state(abstract, leaves), step, manifest["hooks"])
         if failures:
             raise NoValidCheckpointError(
-                f"no checkpoint in {self._directory} verifies; move the folder away to start anew:\n" + "\n".join(failures)
+                f"no checkpoint in {self._directory} verifies; move the folder away to start anew:\n"
+                + "\n".join(failures)
             )
         return None
 
@@ -261,7 +262,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     steps = complete_steps(directory)
     if not steps or arguments.step not in (None, *steps):
         found = f"it holds steps {steps}" if steps else "it holds no complete checkpoint"
-        print(f"no checkpoint{'' if arguments.step is None else f' of step {arguments.step}'} in {directory}: {found}", file=sys.stderr)
+        print(
+            f"no checkpoint{'' if arguments.step is None else f' of step {arguments.step}'} in {directory}: {found}",
+            file=sys.stderr,
+        )
         return UserError.exit_code
     chosen = steps if arguments.step is None else [arguments.step]
     return _COMMANDS[arguments.command](directory, chosen)

@@ -6,7 +6,9 @@ import re
 
 from trainer.errors import UserError
 
-_DURATION = re.compile(r"\s*(?P<count>[0-9][0-9_]*\.?[0-9]*(?:e[+-]?[0-9]+)?)\s*(?P<unit>steps?|epochs?|examples?|%)\s*")
+_DURATION = re.compile(
+    r"\s*(?P<count>[0-9][0-9_]*\.?[0-9]*(?:e[+-]?[0-9]+)?)\s*(?P<unit>steps?|epochs?|examples?|%)\s*"
+)
 
 
 @dataclasses.dataclass(frozen=True)

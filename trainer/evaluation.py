@@ -77,5 +77,3 @@ class Evaluation:
 def padded_batch_size(batch_size: int, num_shards: int) -> int:
     """The next size that divides over the devices; evaluation pads what is missing."""
     return -(-batch_size // num_shards) * num_shards
-
-

@@ -7,7 +7,7 @@ known to it. The evaluation that may end the run comes first, so that the others
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from flax.training.early_stopping import EarlyStopping
@@ -62,10 +62,9 @@ class EarlyStoppingConfig:
 class Clock:
     """Rates and waits since the last reading. Hooks' own time is not training time, nor is the compiling first step."""
 
-    def __init__(self, batch_size: int, waited: Callable[[], float], stopwatch: Stopwatch):
-        """`waited()` is the time in all that the loop has waited for data, in seconds."""
+    def __init__(self, batch_size: int, stopwatch: Stopwatch):
+        """`stopwatch` is the loop's."""
         self._batch_size = batch_size
-        self._waited = waited
         self._stopwatch = stopwatch
         self._last: tuple[int, float, float] | None = None
 
@@ -88,7 +87,7 @@ class Clock:
         }
 
     def _now(self, step: int) -> tuple[int, float, float]:
-        return step, time.monotonic() - self._stopwatch.in_hooks, self._waited()
+        return step, time.monotonic() - self._stopwatch.in_hooks, self._stopwatch.waiting
 
 
 class LogHook(Hook):

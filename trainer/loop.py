@@ -4,9 +4,10 @@ It knows the hook protocol and nothing else. Step n + 1 is dispatched before the
 device never waits for the host, except where a hook asks for the state.
 """
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -76,11 +77,21 @@ class Batches(Protocol):
         """The next batch; None as soon as `cancelled()` while waiting for it."""
 
 
+@dataclasses.dataclass
 class Stopwatch:
-    """Seconds spent in `on_state` of hooks, which are no training time."""
+    """Where the loop's own time goes, in seconds: waiting for data, and in `on_state` of hooks."""
 
-    def __init__(self) -> None:
-        self.in_hooks = 0.0
+    waiting: float = 0.0
+    in_hooks: float = 0.0
+
+    @contextlib.contextmanager
+    def measure(self, field: str) -> Iterator[None]:
+        """Adds the time that the context takes to `field`."""
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            setattr(self, field, getattr(self, field) + time.monotonic() - begin)
 
 
 def run_loop(
@@ -104,14 +115,15 @@ def run_loop(
       hooks: called in this order.
       start: steps that are done already.
       requested: whether somebody asks the run to stop; asked at every step and while waiting for data.
-      stopwatch: gets the time that hooks take.
+      stopwatch: gets the time that waiting and hooks take.
 
     Returns:
       The state, the steps done, why it ended.
     """
     step, pending = start, None
     while True:
-        batch = batches.get(cancelled=lambda: requested() is not None)
+        with stopwatch.measure("waiting"):
+            batch = batches.get(cancelled=lambda: requested() is not None)
         if batch is not None:
             state, metrics = train_step(state, batch, learning_rates[step])
             _report(hooks, pending)
@@ -134,12 +146,9 @@ def _report(hooks: Sequence[Hook], pending: tuple[int, Metrics] | None) -> None:
             hook.on_step(step, metrics)
 
 
-def _act(
-    hooks: Sequence[Hook], step: int, state: TrainState, stop: Stop | None, stopwatch: Stopwatch
-) -> Stop | None:
+def _act(hooks: Sequence[Hook], step: int, state: TrainState, stop: Stop | None, stopwatch: Stopwatch) -> Stop | None:
     for hook in hooks:
         if hook.due(step, stop):
-            begin = time.monotonic()
-            stop = hook.on_state(step, state) or stop
-            stopwatch.in_hooks += time.monotonic() - begin
+            with stopwatch.measure("in_hooks"):
+                stop = hook.on_state(step, state) or stop
     return stop

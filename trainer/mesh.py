@@ -72,5 +72,5 @@ def num_batch_shards(mesh: Mesh) -> int:
 
 def local_rows(mesh: Mesh, batch_size: int) -> np.ndarray:
     """The rows of a global batch that this host's devices hold, in order: int64[local_batch]."""
-    slices = batch_sharding(mesh).addressable_devices_indices_map((batch_size,)).values()
-    return np.unique(np.concatenate([np.arange(batch_size)[rows] for (rows,) in slices]))
+    indices = batch_sharding(mesh).addressable_devices_indices_map((batch_size,)).values()
+    return np.unique(np.concatenate([np.arange(batch_size)[index] for index in indices if index is not None]))

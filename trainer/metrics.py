@@ -4,6 +4,7 @@ clu's metrics are small sums on the device (float32, int32). What is added over 
 host, in float64 and int64.
 """
 
+import functools
 import json
 import logging
 import math
@@ -33,9 +34,9 @@ class MetricSums:
 
     def add(self, metrics: Mapping[str, clu_metrics.Metric]) -> None:
         """Merges the metrics of one more step; waits for the device if they are not computed yet."""
-        metrics = jax.tree.map(_widen, jax.device_get(dict(metrics)))
+        new = jax.tree.map(_widen, jax.device_get(dict(metrics)))
         merged = self._merged
-        self._merged = metrics if merged is None else {name: merged[name].merge(metrics[name]) for name in metrics}
+        self._merged = new if merged is None else {name: merged[name].merge(new[name]) for name in new}
 
     def take(self) -> dict[str, float]:
         """The values since the last `take`, and starts anew. Empty if nothing was added."""
@@ -111,11 +112,20 @@ class Recorder:
     never holds up a step.
     """
 
-    def __init__(self, file: MetricsFile | None = None, writers: Sequence[Any] = ()):
-        """`writers` are `clu.metric_writers.MetricWriter`s; none are needed."""
+    def __init__(self) -> None:
+        self._file: MetricsFile | None = None
+        self._writers: list[Any] = []
+        self._failures = 0
+
+    def open(self, file: MetricsFile | None, writers: Sequence[Any]) -> None:
+        """Starts to record; before it nothing is written.
+
+        Args:
+          file: `metrics.jsonl`, or None.
+          writers: `clu.metric_writers.MetricWriter`s; each gets a thread of its own.
+        """
         self._file = file
         self._writers = [_in_background(writer) for writer in writers]
-        self._failures = 0
 
     def write(self, step: int, split: str, values: Values) -> None:
         """Records `values` of `split` after `step` updates."""
@@ -123,7 +133,7 @@ class Recorder:
             self._file.write(step, split, values)
         named = {f"{split}/{name}": value for name, value in values.items()}
         for writer in self._writers:
-            self._try(lambda writer=writer: writer.write_scalars(step, named))
+            self._try(functools.partial(writer.write_scalars, step, named))
 
     def sync(self) -> None:
         """Returns when all lines of `metrics.jsonl` are on the disk."""

@@ -55,7 +55,10 @@ class ModelDef:
     def split(self, model: nnx.Module) -> tuple[Arrays, Arrays]:
         """The `(params, model_state)` that `model` holds now."""
         arrays = {_name(path): variable[...] for path, variable in nnx.to_flat_state(nnx.state(model))}
-        return ({name: arrays[name] for name in self.params}, {name: arrays[name] for name in self.model_state})
+        return (
+            {name: arrays[name] for name in self.params},
+            {name: arrays[name] for name in self.model_state},
+        )
 
     def merge(self, params: Arrays, model_state: Arrays, key: jax.Array) -> nnx.Module:
         """A new model that holds these arrays and draws its randomness from `key`."""

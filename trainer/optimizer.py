@@ -100,7 +100,9 @@ class Optimizer:
         self._decayed = {path for paths in decayed.values() for path in paths}
         factors = matching_paths(config.learning_rate_factors, params, "optimizer.learning_rate_factors")
         self._factors = {
-            path: config.learning_rate_factors[pattern] for pattern, paths in reversed(factors.items()) for path in paths
+            path: config.learning_rate_factors[pattern]
+            for pattern, paths in reversed(factors.items())
+            for path in paths
         }
         self._make = _find_optimizer(config)
         _try_update(self, params)
@@ -110,7 +112,11 @@ class Optimizer:
         return self._chain(0.0).init({path: params[path] for path in self.trainable})
 
     def update(
-        self, grads: dict[str, jax.Array], opt_state: optax.OptState, params: dict[str, jax.Array], learning_rate: Any
+        self,
+        grads: dict[str, jax.Array],
+        opt_state: optax.OptState,
+        params: dict[str, jax.Array],
+        learning_rate: Any,
     ) -> tuple[dict[str, jax.Array], optax.OptState]:
         """One update at `learning_rate`: `(new params, new opt_state)`; frozen params come back as they were.
 
@@ -166,7 +172,9 @@ def _find_optimizer(config: OptimizerConfig) -> Callable[..., optax.GradientTran
 def _check_arguments(arguments: Mapping[str, Any], own: set[str], where: str) -> None:
     for name in arguments:
         if name in (*_DECAY_ARGUMENTS, *_MASK_ARGUMENTS, "learning_rate") and name not in own:
-            raise UserError(f"{where}: {name!r} is set by the optimizer's own fields weight_decay, decay_params, learning_rate")
+            raise UserError(
+                f"{where}: {name!r} is set by the optimizer's own fields weight_decay, decay_params, learning_rate"
+            )
         if name not in own:
             raise _renamed(unknown_name("argument", name, own), where)
 

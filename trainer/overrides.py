@@ -32,7 +32,9 @@ def override(config: Any, assignments: Mapping[str, str]) -> None:
         try:
             *parents, leaf = config_path.split(path)
         except (ValueError, AttributeError):
-            raise UserError(f"config.{path}: expected a path such as optimizer.learning_rate or evals[0].every") from None
+            raise UserError(
+                f"config.{path}: expected a path such as optimizer.learning_rate or evals[0].every"
+            ) from None
         holder = config
         for name in parents:
             holder = _child(holder, name, path)

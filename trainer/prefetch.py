@@ -2,7 +2,6 @@
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import jax
@@ -38,22 +37,18 @@ def _narrow(name: str, rows: np.ndarray) -> np.ndarray:
     dtype = jax.dtypes.canonicalize_dtype(rows.dtype)
     narrow = rows.astype(dtype, copy=False)
     if dtype != rows.dtype and np.issubdtype(dtype, np.integer) and not np.array_equal(narrow, rows):
+        example = rows.flat[np.argmax(narrow != rows)]
         raise ValueError(
-            f"feature {name!r} holds {rows.dtype} values that do not fit {dtype}, such as {rows.flat[np.argmax(narrow != rows)]}; "
+            f"feature {name!r} holds {rows.dtype} values that do not fit {dtype}, such as {example}; "
             "reduce them in preprocess, or enable jax_enable_x64"
         )
     return narrow
 
 
 class Prefetcher:
-    """Runs ahead of the loop by `depth` batches, in a thread.
-
-    Attributes:
-      waited: seconds that `get` spent waiting, in all.
-    """
+    """Runs ahead of the loop by `depth` batches, in a thread."""
 
     def __init__(self, batches: Iterator[HostBatch], mesh: Mesh, batch_size: int, depth: int = 2):
-        self.waited = 0.0
         self._queue: queue.Queue[Batch | BaseException | None] = queue.Queue(depth)
         self._closed = threading.Event()
         self._thread = threading.Thread(
@@ -91,19 +86,15 @@ class Prefetcher:
         Raises:
           Exception: whatever the pipeline raised.
         """
-        start = time.monotonic()
-        try:
-            while not cancelled():
-                try:
-                    item = self._queue.get(timeout=0.1)
-                except queue.Empty:
-                    continue
-                if isinstance(item, BaseException):
-                    raise item
-                return item
-            return None
-        finally:
-            self.waited += time.monotonic() - start
+        while not cancelled():
+            try:
+                item = self._queue.get(timeout=0.1)
+            except queue.Empty:
+                continue
+            if isinstance(item, BaseException):
+                raise item
+            return item
+        return None
 
     def close(self) -> None:
         """Ends the thread; it finishes the batch that it is working on."""

@@ -18,7 +18,7 @@ from trainer.model_def import ModelDef
 from trainer.optimizer import Optimizer
 from trainer.sharding import Rules, match_rules
 from trainer.state import TrainState, abstract_state, create_state, flatten_state, make_init
-from trainer.step import Batch, Metrics, Task, make_eval_step, make_predict_step, make_train_step
+from trainer.step import Task, make_eval_step, make_predict_step, make_train_step
 
 _T = TypeVar("_T")
 

@@ -30,7 +30,11 @@ class ProgressHook(Hook):
         self._first_time: float | None = None
         self._bar: Progress | None = None
         if console.is_terminal:
-            columns = (TextColumn("{task.completed:,}/{task.total:,}"), BarColumn(None), TextColumn("{task.fields[line]}"))
+            columns = (
+                TextColumn("{task.completed:,}/{task.total:,}"),
+                BarColumn(None),
+                TextColumn("{task.fields[line]}"),
+            )
             self._bar = Progress(*columns, console=console, expand=True)
             self._task = self._bar.add_task("", total=num_steps, completed=start, line="compiling …")
             self._bar.start()

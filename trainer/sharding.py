@@ -85,7 +85,7 @@ def state_shardings(state: Any, specs: Mapping[str, PartitionSpec], mesh: Mesh) 
     shapes = {path: param.shape for path, param in state.params.items()}
 
     def shard(key_path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        name = getattr(key_path[-1], "key", None)
+        name = str(getattr(key_path[-1], "key", ""))
         mirrors = name in specs and leaf.shape == shapes[name]
         return NamedSharding(mesh, specs[name] if mirrors else PartitionSpec())
 

@@ -5,6 +5,7 @@ micro-batches and divided once by the total weight, so padding, uneven numbers o
 change nothing.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -121,7 +122,8 @@ def make_train_step(
         params, opt_state = optimizer.update(grads, state.opt_state, state.params, learning_rate)
         metrics["grad_norm"] = clu_metrics.Average(total=optax.tree.norm(grads), count=jnp.int32(1))
         metrics["learning_rate"] = clu_metrics.LastValue(value=learning_rate)
-        state = state.replace(
+        state = dataclasses.replace(
+            state,
             step=state.step + 1,
             params=params,
             model_state=model_state,
@@ -137,9 +139,9 @@ def eval_params(state: TrainState, ema_decay: float | None) -> Arrays:
     """The params to evaluate: the bias-corrected moving average where there is one, once it has averaged any."""
     if state.ema is None:
         return state.params
-    count = jnp.maximum(state.ema.count, 1)
-    average = optax.tree.bias_correction(state.ema.ema, ema_decay, count)
-    return jax.tree.map(lambda mean, param: jnp.where(state.ema.count > 0, mean, param), average, state.params)
+    count = state.ema.count
+    average = optax.tree.bias_correction(state.ema.ema, ema_decay, jnp.maximum(count, 1))
+    return jax.tree.map(lambda mean, param: jnp.where(count > 0, mean, param), average, state.params)
 
 
 def _eval_model(model_def: ModelDef, state: TrainState, ema_decay: float | None) -> nnx.Module:
@@ -148,9 +150,7 @@ def _eval_model(model_def: ModelDef, state: TrainState, ema_decay: float | None)
     return model
 
 
-def make_eval_step(
-    task: Task, model_def: ModelDef, ema_decay: float | None
-) -> Callable[[TrainState, Batch], Metrics]:
+def make_eval_step(task: Task, model_def: ModelDef, ema_decay: float | None) -> Callable[[TrainState, Batch], Metrics]:
     """`(state, batch) → metrics` with the model in evaluation mode; rows whose mask is false count nothing."""
 
     def eval_step(state: TrainState, batch: Batch) -> Metrics:

@@ -127,7 +127,7 @@ class Trainer:
             runtime.check_deterministic_operations()
         self.mesh = make_mesh(config.mesh, devices)
         check_batch_size(config, num_batch_shards(self.mesh))
-        self._data = _open(config.data, config.batch_size, config.seed, "data")
+        self._data = _open_data(config.data, config.batch_size, config.seed, "data")
         length = Calendar(config.batch_size, self._data.num_examples)
         self.num_steps = length.steps(config.train_for, "train_for")
         if self.num_steps < 1:
@@ -158,28 +158,25 @@ class Trainer:
             checkpoints = self._checkpoints()
             if checkpoints is not None:
                 stack.callback(checkpoints.close)
-            saved = self._resume(checkpoints)
+            state, saved = self._resume(checkpoints)
             if self._step >= self.num_steps:
                 return Stop(f"finished: {self._step} steps", finished=True)
-            batches = stack.enter_context(contextlib.closing(self._batches()))
-            recorder = stack.enter_context(contextlib.closing(self._recorder()))
-            stopwatch = Stopwatch()
-
-            def clock() -> Clock:
-                return Clock(self.config.batch_size, lambda: batches.waited, stopwatch)
-
-            hooks = self._all_hooks(recorder, clock(), checkpoints)
+            recorder, stopwatch = Recorder(), Stopwatch()
+            hooks = self._all_hooks(recorder, stopwatch, checkpoints)
             for hook in hooks:
                 if hook.name in saved:
                     hook.restore(saved[hook.name])
-            ended = next((stop for hook in hooks if (stop := hook.ended()) is not None), None)
-            if ended is not None:
-                return ended
-            progress = ProgressHook(self._step, self.num_steps, clock(), get_console())
+                if (ended := hook.ended()) is not None:
+                    return ended
+            self._open(recorder)
+            stack.callback(recorder.close)
+            batches = stack.enter_context(contextlib.closing(self._batches(state)))
+            clock = Clock(self.config.batch_size, stopwatch)
+            progress = ProgressHook(self._step, self.num_steps, clock, get_console())
             stack.callback(progress.close)
             self.state, self._step, stop = run_loop(
                 self._program.train_step,
-                self.state,
+                state,
                 batches,
                 self._rates,
                 [progress, *hooks],
@@ -214,7 +211,9 @@ class Trainer:
             raise UserError(f"predict: expected features of one length ≥ 1, found {sizes}")
         padded = padded_batch_size(size, num_batch_shards(self.mesh))
         rows["mask"] = np.ones(size, bool)
-        rows = {name: np.pad(values, [(0, padded - size)] + [(0, 0)] * (values.ndim - 1)) for name, values in rows.items()}
+        rows = {
+            name: np.pad(values, [(0, padded - size)] + [(0, 0)] * (values.ndim - 1)) for name, values in rows.items()
+        }
         outputs = self._program.predict_step(self._ensure_state(), to_device(rows, self.mesh, padded))
         return jax.tree.map(lambda output: output[:size], jax.device_get(outputs))
 
@@ -223,7 +222,7 @@ class Trainer:
     def _open_evaluation(self, index: int) -> Evaluation:
         config = self.config.evals[index]
         size = padded_batch_size(config.batch_size or self.config.batch_size, num_batch_shards(self.mesh))
-        pipeline = _open(config.data, size, self.config.seed, f"evals[{index}].data")
+        pipeline = _open_data(config.data, size, self.config.seed, f"evals[{index}].data")
         return Evaluation(config.name, pipeline, size, self.mesh, self._program.eval_step)
 
     def _check_hooks(self) -> None:
@@ -246,14 +245,10 @@ class Trainer:
         return Checkpoints(self._workdir.checkpoints, self.config.checkpoint, self.mesh)
 
     def _ensure_state(self) -> TrainState:
-        if self.state is None:
-            checkpoints = self._checkpoints()
-            self._resume(checkpoints)
-        assert self.state is not None
-        return self.state
+        return self._resume(self._checkpoints())[0] if self.state is None else self.state
 
-    def _resume(self, checkpoints: Checkpoints | None) -> Mapping[str, Any]:
-        """Sets the state and its step, and returns the state of the hooks by name.
+    def _resume(self, checkpoints: Checkpoints | None) -> tuple[TrainState, Mapping[str, Any]]:
+        """The state to go on from, which `self.state` and `self._step` become, and that of the hooks by name.
 
         With a workdir what counts is on disk, also for a second `fit`; without one it is the state in memory.
         """
@@ -261,34 +256,34 @@ class Trainer:
         if restored is not None:
             self.state, self._step = restored.state, restored.step
             log.info("continuing at step %d of %d", self._step, self.num_steps)
-            return restored.hooks
+            return restored.state, restored.hooks
         if self.state is None or checkpoints is not None:
             self.state, self._step = self._program.create_state(self.config.seed), 0
-        return {}
+        return self.state, {}
 
-    def _batches(self) -> Prefetcher:
-        assert self.state is not None
-        start = self._step + int(self.state.batch_offset)
+    def _batches(self, state: TrainState) -> Prefetcher:
+        start = self._step + int(state.batch_offset)
         stream = self._data.batches(start=start, rows=local_rows(self.mesh, self.config.batch_size))
         return Prefetcher(stream, self.mesh, self.config.batch_size)
 
-    def _recorder(self) -> Recorder:
-        """Where lines of metrics go; the files of an earlier run are cut to the step at which this one starts."""
+    def _open(self, recorder: Recorder) -> None:
+        """Opens the run's files, on one host; lines of an earlier run after the present step are cut."""
         if jax.process_index() > 0:
-            return Recorder()
+            return
+        writers = list(self.writers())
         if self._workdir is None:
-            return Recorder(writers=self.writers())
+            recorder.open(None, writers)
+            return
         self._workdir.describe(self.config, self._schedule, self.mesh, self._data.fingerprint)
         file = MetricsFile(self._workdir.metrics)
         file.cut(self._step)
-        writers = list(self.writers())
         if self.config.log.tensorboard:
             from clu import metric_writers  # Imports TensorFlow, 3 s.
 
             writers.append(metric_writers.SummaryWriter(str(self._workdir.tensorboard)))
-        return Recorder(file, writers)
+        recorder.open(file, writers)
 
-    def _all_hooks(self, recorder: Recorder, clock: Clock, checkpoints: Checkpoints | None) -> list[Hook]:
+    def _all_hooks(self, recorder: Recorder, stopwatch: Stopwatch, checkpoints: Checkpoints | None) -> list[Hook]:
         config, every = self.config, self._intervals
         evaluates = [
             EvaluateHook(every[f"evals[{index}].every"], evaluation, recorder)
@@ -296,13 +291,16 @@ class Trainer:
         ]
         first, others = evaluates[:1], evaluates[1:]
         early = [EarlyStoppingHook(config.early_stopping, first[0])] if config.early_stopping else []
+        clock = Clock(config.batch_size, stopwatch)
         logs = LogHook(every["log.every"], MetricSums(self._program.train_metrics), recorder, clock)
         hooks: list[Hook] = [*first, *early, logs, *others, *self.hooks()]
         if checkpoints is not None:
             watched = first[0] if first else None
             last = self._step or None
             hooks.append(
-                CheckpointHook(every["checkpoint.every"], config.checkpoint, checkpoints, recorder, hooks, watched, last)
+                CheckpointHook(
+                    every["checkpoint.every"], config.checkpoint, checkpoints, recorder, hooks, watched, last
+                )
             )
         names = [hook.name for hook in hooks]
         if len(set(names)) < len(names):
@@ -325,7 +323,7 @@ def check_batch_size(config: Config, num_shards: int) -> None:
         )
 
 
-def _open(config: DataConfig, batch_size: int, seed: int, where: str) -> Pipeline:
+def _open_data(config: DataConfig, batch_size: int, seed: int, where: str) -> Pipeline:
     try:
         return Pipeline(config, batch_size=batch_size, seed=seed)
     except ValueError as error:

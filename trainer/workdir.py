@@ -1,8 +1,8 @@
 """The folder of a run: what belongs to it, and whether a config may go on in it.
 
-    config.json     what the run was started with      metrics.jsonl   what it measured
-    manifest.json   versions, devices, data            tensorboard/    the same for TensorBoard
-                                                       checkpoints/
+config.json     what the run was started with      metrics.jsonl   what it measured
+manifest.json   versions, devices, data            tensorboard/    the same for TensorBoard
+                                                   checkpoints/
 """
 
 import dataclasses
@@ -54,7 +54,9 @@ class Workdir:
             write_atomically(self.path / ".writable", "")
             (self.path / ".writable").unlink()
         except OSError as error:
-            raise UserError(f"the workdir {self.path} cannot be written: {error}; choose another with --workdir") from error
+            raise UserError(
+                f"the workdir {self.path} cannot be written: {error}; choose another with --workdir"
+            ) from error
         if not self._config.exists():
             return
         before = json.loads(self._config.read_text())

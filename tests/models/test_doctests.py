@@ -1,0 +1,14 @@
+"""The examples in the docstrings run."""
+
+import doctest
+from types import ModuleType
+
+import pytest
+
+from models import mlp, resnet
+
+
+@pytest.mark.parametrize("module", [mlp, resnet])
+def test_examples_run(module: ModuleType) -> None:
+    failed, attempted = doctest.testmod(module)
+    assert (failed, attempted > 0) == (0, True)
