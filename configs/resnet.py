@@ -47,7 +47,7 @@ def digits() -> Config:
             learning_rate=0.1,
             arguments={"momentum": 0.9, "nesterov": True},
             weight_decay=1e-4,
-            schedule=warmup_cosine("2 epochs"),
+            schedule=warmup_cosine("10%"),
         ),
         checkpoint=CheckpointConfig(every="5 epochs", best="accuracy"),
     )
