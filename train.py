@@ -89,7 +89,8 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
     workdir = flags.workdir or default_workdir(flags.config)
     trainer = config.trainer(config, workdir, accept_config_change=flags.accept_config_change)
     stop = trainer.fit()
-    print(f"{stop.reason}; {workdir}")
+    advice = "" if stop.finished else "; saved, run the same command again to go on"
+    print(f"{stop.reason}{advice}; {workdir}")
     return stop.exit_code
 
 

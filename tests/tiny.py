@@ -22,6 +22,10 @@ from trainer import (
 )
 from trainer.loop import Hook
 from trainer.manifest import read_manifest, state_digest
+from trainer.mesh import make_mesh
+from trainer.overrides import rebuild
+from trainer.prefetch import to_device
+from trainer.program import Program
 
 NUM_EXAMPLES = 32
 BATCH_SIZE = 8
@@ -100,6 +104,22 @@ def tiny_config(**changes):
         "ema_decay": 0.9,
     }
     return Config(**{**fields, **changes})
+
+
+def tiny_program(devices=None, **changes):
+    """The steps of a Trainer alone, without data, hooks and files; `put` makes its batches."""
+    config = rebuild(tiny_config(**changes))
+    task = object.__new__(config.trainer)
+    task.config = config
+    element = {name: (array.shape[1:], array.dtype) for name, array in config.data.source.items()}
+    return Program(task, make_mesh(config.mesh, devices), element)
+
+
+def put(program, rows, start=0):
+    """The global batch of `rows` from `start` on, every row valid unless `rows` has a mask."""
+    size = program.batch["mask"].shape[0]
+    batch = {name: array[start : start + size] for name, array in rows.items()}
+    return to_device({"mask": np.ones(size, bool), **batch}, program.mesh, size)
 
 
 def run(workdir, *hooks, devices=None, **changes):

@@ -62,10 +62,6 @@ class CheckpointConfig:
             reason = "" if self.best is None else ": one for the latest, the others for the best"
             raise UserError(f"checkpoint.keep: expected at least {least}{reason}, found {self.keep}")
 
-    def better(self, value: float, than: float) -> bool:
-        """Whether `value` beats `than`; NaN never does."""
-        return value > than if self.mode == "max" else value < than
-
 
 @dataclasses.dataclass(frozen=True)
 class Restored:

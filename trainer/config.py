@@ -81,6 +81,21 @@ class Config:
                 raise UserError(f"{field} watches the first evaluation, and evals is empty: add one or unset {field}")
 
 
+def check_batch_size(config: Config, num_shards: int) -> None:
+    """Raises a UserError if the batch does not divide over micro-batches and devices, with the sizes that do."""
+    size, parts = config.batch_size, config.num_micro_batches
+    if size < parts:
+        raise UserError(f"num_micro_batches: {parts} micro-batches cannot be made of a batch_size of {size} examples")
+    unit = parts * num_shards
+    if size % unit:
+        lower = size // unit * unit
+        over = f"{num_shards} devices" + (f" in {parts} micro-batches" if parts > 1 else "")
+        raise UserError(
+            f"batch_size: {size} does not divide over {over}; the nearest sizes that do are "
+            + " and ".join(str(near) for near in (lower, lower + unit) if near)
+        )
+
+
 def load_config(spec: str, overrides: Mapping[str, str] | None = None) -> Config:
     """The config of a file, with overrides, checked.
 
@@ -109,15 +124,18 @@ def load_config(spec: str, overrides: Mapping[str, str] | None = None) -> Config
 
 
 def _load_function(path: Path) -> Callable[..., Any]:
+    path = path.resolve()
     if not path.is_file():
         nearby = sorted(file.name for file in path.parent.glob("*.py") if file.name != "__init__.py")
         raise UserError(f"no config file {str(path)!r}; {path.parent} holds {', '.join(nearby) or 'no config'}")
-    if str(path.parent.resolve()) not in sys.path:
-        sys.path.append(str(path.parent.resolve()))  # A config may import what lies beside it.
-    module_spec = importlib.util.spec_from_file_location(path.stem, path)
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # A config may import what lies beside it.
+    loaded = sys.modules.get(path.stem)
+    own = loaded is None or getattr(loaded, "__file__", None) == str(path)
+    module_spec = importlib.util.spec_from_file_location(path.stem if own else f"config_{path.stem}", path)
     assert module_spec is not None and module_spec.loader is not None, path
     module = importlib.util.module_from_spec(module_spec)
-    sys.modules[path.stem] = module
+    sys.modules[module_spec.name] = module
     try:
         module_spec.loader.exec_module(module)
     except Exception as error:

@@ -5,12 +5,10 @@ known to it. The evaluation that may end the run comes first, so that the others
 """
 
 import dataclasses
-import logging
+import math
 import time
 from collections.abc import Mapping
 from typing import Any, Literal
-
-from flax.training.early_stopping import EarlyStopping
 
 from trainer.checkpoint import CheckpointConfig, Checkpoints
 from trainer.errors import UserError
@@ -19,8 +17,6 @@ from trainer.loop import Hook, Stop, Stopwatch
 from trainer.metrics import MetricSums, Recorder
 from trainer.state import TrainState
 from trainer.step import Metrics
-
-log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -161,44 +157,52 @@ class EvaluateHook(Hook):
 
 
 class EarlyStoppingHook(Hook):
-    """Ends the run after `patience` evaluations in a row that were no better than the best."""
+    """Ends the run after `patience` evaluations in a row that were no better than the best.
+
+    Flax's `EarlyStopping` ends it one evaluation later, and never recovers from a NaN at the first.
+    """
 
     name = "early_stopping"
 
     def __init__(self, config: EarlyStoppingConfig, evaluate: EvaluateHook):
         self._config = config
         self._evaluate = evaluate
-        # Flax ends at the evaluation after `patience` poor ones; here it is the last of them.
-        self._flax = EarlyStopping(min_delta=config.min_delta, patience=config.patience - 1)
-        self._seen = 0
+        self._best: float | None = None
+        self._num_poor = 0
+        self._seen_step = 0
 
     def due(self, step: int, stop: Stop | None) -> bool:
-        return step > self._seen and bool(self._evaluate.at(step) or self._evaluate.due(step, stop))
+        return step > self._seen_step and bool(self._evaluate.at(step) or self._evaluate.due(step, stop))
 
     def on_state(self, step: int, state: TrainState) -> Stop | None:
-        self._seen = step
+        self._seen_step = step
         value = self._evaluate.at(step)[self._config.metric]
-        self._flax = self._flax.update(value if self._config.mode == "min" else -value)
+        if improves(value, self._best, self._config.mode, self._config.min_delta):
+            self._best, self._num_poor = value, 0
+        else:
+            self._num_poor += 1
         return self.ended()
 
     def ended(self) -> Stop | None:
-        if not self._flax.should_stop:
+        if self._num_poor < self._config.patience:
             return None
-        best = self._flax.best_metric if self._config.mode == "min" else -self._flax.best_metric
-        reason = f"finished: {self._config.metric} is no better than {best:.6g} for {self._config.patience} evaluations"
-        return Stop(reason, finished=True)
+        best = "NaN" if self._best is None else f"{self._best:.6g}"
+        return Stop(
+            f"finished: {self._config.metric} was no better than {best} in {self._num_poor} evaluations", finished=True
+        )
 
     def state(self) -> Any:
-        return {
-            "best_metric": self._flax.best_metric,
-            "patience_count": self._flax.patience_count,
-            "should_stop": self._flax.should_stop,
-            "seen": self._seen,
-        }
+        return {"best": self._best, "num_poor": self._num_poor, "seen_step": self._seen_step}
 
     def restore(self, state: Any) -> None:
-        self._seen = state.pop("seen")
-        self._flax = self._flax.replace(**state)
+        self._best, self._num_poor, self._seen_step = state["best"], state["num_poor"], state["seen_step"]
+
+
+def improves(value: float, best: float | None, mode: Literal["max", "min"], min_delta: float = 0.0) -> bool:
+    """Whether `value` beats `best` by more than `min_delta`; NaN never does, any number beats None."""
+    if math.isnan(value) or best is None:
+        return not math.isnan(value)
+    return (value - best if mode == "max" else best - value) > min_delta
 
 
 class CheckpointHook(Hook):
@@ -244,7 +248,7 @@ class CheckpointHook(Hook):
 
     def _improved(self, step: int) -> bool:
         value = self._watched(step)
-        return value is not None and (self._best is None or self._config.better(value, than=self._best))
+        return value is not None and improves(value, self._best, self._config.mode)
 
     def _watched(self, step: int) -> float | None:
         if self._evaluate is None or self._config.best is None:

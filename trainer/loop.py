@@ -128,6 +128,7 @@ def run_loop(
             state, metrics = train_step(state, batch, learning_rates[step])
             _report(hooks, pending)
             step, pending = step + 1, (step + 1, metrics)
+        assert batch is not None or requested() is not None, "the stream of batches has no end"
         stop = Stop(f"finished: {step} steps", finished=True) if step == len(learning_rates) else requested()
         if any(hook.due(step, stop) for hook in hooks):
             _report(hooks, pending)

@@ -63,7 +63,7 @@ def _widen(leaf: Any) -> np.ndarray:
 
 def _scalar(name: str, value: Any) -> float:
     if np.size(value) != 1:
-        raise ValueError(f"metric {name!r} computes an array of shape {np.shape(value)}; a metric must be one number")
+        raise UserError(f"metric {name!r} computes an array of shape {np.shape(value)}; a metric must be one number")
     return float(np.asarray(value).reshape(()))
 
 

@@ -135,13 +135,13 @@ class Optimizer:
         mask = {path: path in self._decayed for path in self.trainable}
         accepted = inspect.signature(self._make).parameters
         decay = next((name for name in _DECAY_ARGUMENTS if name in accepted), None)
+        masked = next((name for name in _MASK_ARGUMENTS if name in accepted), None)
         arguments = dict(config.arguments)
         steps = []
         if config.clip_norm is not None:
             steps.append(optax.clip_by_global_norm(config.clip_norm))
-        if decay is not None:
-            arguments[decay] = config.weight_decay
-            arguments[next(name for name in _MASK_ARGUMENTS if name in accepted)] = mask
+        if decay is not None and masked is not None:  # NovoGrad's own decay takes no mask.
+            arguments.update({decay: config.weight_decay, masked: mask})
         elif config.weight_decay:
             steps.append(optax.add_decayed_weights(config.weight_decay, mask))
         steps.append(self._make(learning_rate=learning_rate, **arguments))
@@ -192,7 +192,7 @@ def _try_update(optimizer: Optimizer, params: Mapping[str, jax.ShapeDtypeStruct]
 
     try:
         jax.eval_shape(update, dict(params))
-    except (TypeError, ValueError) as error:
+    except Exception as error:
         config = optimizer._config
         raise UserError(
             f"optimizer: optax.{config.name} with arguments {config.arguments} cannot update these parameters: {error}"

@@ -15,12 +15,15 @@ import optax
 from clu import metrics as clu_metrics
 from flax import nnx, struct
 
+from trainer.errors import UserError
 from trainer.model_def import Arrays, ModelDef
 from trainer.optimizer import Optimizer
 from trainer.state import TrainState
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, clu_metrics.Metric]
+
+_OWN_METRICS = {"loss", "grad_norm", "learning_rate"}
 
 
 @struct.dataclass
@@ -60,8 +63,10 @@ def _forward(task: Task, model: nnx.Module, batch: Batch) -> tuple[jax.Array, ja
     weights = jnp.where(mask, weights, 0).astype(dtype)
     values = jnp.where(weights != 0, loss.values, 0).astype(dtype)
     loss_sum, weight_sum = jnp.sum(values * weights), jnp.sum(weights)
-    metrics = {"loss": clu_metrics.Average(total=loss_sum, count=weight_sum), **task.metrics(outputs, batch)}
-    return loss_sum, weight_sum, metrics
+    metrics = task.metrics(outputs, batch)
+    if taken := metrics.keys() & _OWN_METRICS:
+        raise UserError(f"{type(task).__name__}.metrics: the names {sorted(taken)} are the framework's own; use others")
+    return loss_sum, weight_sum, {"loss": clu_metrics.Average(total=loss_sum, count=weight_sum), **metrics}
 
 
 def make_train_step(

@@ -18,7 +18,7 @@ from rich import get_console
 from data import DataConfig, Pipeline
 from trainer import runtime
 from trainer.checkpoint import Checkpoints
-from trainer.config import Config
+from trainer.config import Config, check_batch_size
 from trainer.duration import Calendar
 from trainer.errors import UserError
 from trainer.evaluation import Evaluation, padded_batch_size
@@ -31,7 +31,7 @@ from trainer.overrides import rebuild
 from trainer.prefetch import Prefetcher, to_device
 from trainer.program import Program
 from trainer.progress import ProgressHook
-from trainer.safety.signals import StopRequest, listen
+from trainer.safety.signals import listen
 from trainer.sharding import REPLICATE, Rules
 from trainer.state import TrainState
 from trainer.step import Batch, Loss, Metrics
@@ -127,7 +127,7 @@ class Trainer:
             runtime.check_deterministic_operations()
         self.mesh = make_mesh(config.mesh, devices)
         check_batch_size(config, num_batch_shards(self.mesh))
-        self._data = _open_data(config.data, config.batch_size, config.seed, "data")
+        self._data = _open_data(config.data, config.batch_size, config.seed, "")
         length = Calendar(config.batch_size, self._data.num_examples)
         self.num_steps = length.steps(config.train_for, "train_for")
         if self.num_steps < 1:
@@ -140,7 +140,7 @@ class Trainer:
         self._check_hooks()
         self._workdir = None if workdir is None else Workdir(workdir)
         if self._workdir is not None:
-            self._workdir.check(config, self._schedule, accept_config_change)
+            self._workdir.check(config, self._schedule, self._data.fingerprint, accept_config_change)
         self.state: TrainState | None = None
         self._step = 0
 
@@ -168,6 +168,7 @@ class Trainer:
                     hook.restore(saved[hook.name])
                 if (ended := hook.ended()) is not None:
                     return ended
+            self._announce()
             self._open(recorder)
             stack.callback(recorder.close)
             batches = stack.enter_context(contextlib.closing(self._batches(state)))
@@ -181,13 +182,19 @@ class Trainer:
                 self._rates,
                 [progress, *hooks],
                 start=self._step,
-                requested=lambda: _stop(request),
+                requested=lambda: request.stop,
                 stopwatch=stopwatch,
             )
             return stop
 
     def evaluate(self) -> dict[str, float]:
-        """The metrics of every evaluation, by `"name/metric"`, for the present state."""
+        """The metrics of every evaluation, by `"name/metric"`, for the present state.
+
+        Raises:
+          UserError: if the config has no evaluations.
+        """
+        if not self._evaluations:
+            raise UserError("evaluate: config.evals is empty; add an EvalConfig")
         state = self._ensure_state()
         return {
             f"{evaluation.name}/{metric}": value
@@ -222,7 +229,7 @@ class Trainer:
     def _open_evaluation(self, index: int) -> Evaluation:
         config = self.config.evals[index]
         size = padded_batch_size(config.batch_size or self.config.batch_size, num_batch_shards(self.mesh))
-        pipeline = _open_data(config.data, size, self.config.seed, f"evals[{index}].data")
+        pipeline = _open_data(config.data, size, self.config.seed, f"evals[{index}].")
         return Evaluation(config.name, pipeline, size, self.mesh, self._program.eval_step)
 
     def _check_hooks(self) -> None:
@@ -255,7 +262,7 @@ class Trainer:
         restored = None if checkpoints is None else checkpoints.restore(self._program.state)
         if restored is not None:
             self.state, self._step = restored.state, restored.step
-            log.info("continuing at step %d of %d", self._step, self.num_steps)
+            log.info(f"continuing at step {self._step:,} of {self.num_steps:,}")
             return restored.state, restored.hooks
         if self.state is None or checkpoints is not None:
             self.state, self._step = self._program.create_state(self.config.seed), 0
@@ -265,6 +272,14 @@ class Trainer:
         start = self._step + int(state.batch_offset)
         stream = self._data.batches(start=start, rows=local_rows(self.mesh, self.config.batch_size))
         return Prefetcher(stream, self.mesh, self.config.batch_size)
+
+    def _announce(self) -> None:
+        sizes = [leaf.size for leaf in self._program.model_def.params.values()]
+        mesh = ", ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items() if size > 1) or "1 device"
+        log.info(
+            f"{sum(sizes):,} parameters in {len(sizes)} arrays, {self._data.num_examples:,} examples, "
+            f"{self.num_steps - self._step:,} of {self.num_steps:,} steps to go, batch_size {self.config.batch_size}, {mesh}"
+        )
 
     def _open(self, recorder: Recorder) -> None:
         """Opens the run's files, on one host; lines of an earlier run after the present step are cut."""
@@ -308,29 +323,8 @@ class Trainer:
         return hooks
 
 
-def check_batch_size(config: Config, num_shards: int) -> None:
-    """Raises a UserError if the batch does not divide over micro-batches and devices, with the sizes that do."""
-    size, parts = config.batch_size, config.num_micro_batches
-    if size < parts:
-        raise UserError(f"num_micro_batches: {parts} micro-batches cannot be made of a batch_size of {size} examples")
-    unit = parts * num_shards
-    if size % unit:
-        lower = size // unit * unit
-        over = f"{num_shards} devices" + (f" in {parts} micro-batches" if parts > 1 else "")
-        raise UserError(
-            f"batch_size: {size} does not divide over {over}; the nearest sizes that do are "
-            + " and ".join(str(near) for near in (lower, lower + unit) if near)
-        )
-
-
-def _open_data(config: DataConfig, batch_size: int, seed: int, where: str) -> Pipeline:
+def _open_data(config: DataConfig, batch_size: int, seed: int, prefix: str) -> Pipeline:
     try:
         return Pipeline(config, batch_size=batch_size, seed=seed)
     except ValueError as error:
-        raise UserError(f"{where}: {error}") from error
-
-
-def _stop(request: StopRequest) -> Stop | None:
-    if request.received is None:
-        return None
-    return Stop(f"stopped by {request.received.name}", finished=False)
+        raise UserError(f"{prefix}{error}") from error

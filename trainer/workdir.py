@@ -6,7 +6,6 @@ manifest.json   versions, devices, data            tensorboard/    the same for 
 """
 
 import dataclasses
-import hashlib
 import importlib.metadata
 import json
 import platform
@@ -38,12 +37,15 @@ class Workdir:
         self._config = self.path / "config.json"
         self._manifest = self.path / "manifest.json"
 
-    def check(self, config: Config, schedule: Mapping[str, Any], accept_config_change: bool) -> None:
+    def check(
+        self, config: Config, schedule: Mapping[str, Any], data: Mapping[str, Any], accept_config_change: bool
+    ) -> None:
         """Makes the folder and compares `config` with that of the run in it, if there is one.
 
         Args:
           config: of this start.
           schedule: the schedule's arguments in steps, since a duration such as '100%' depends on the run's length.
+          data: fingerprint of the training data.
           accept_config_change: go on although the numbers will differ.
 
         Raises:
@@ -59,8 +61,11 @@ class Workdir:
             ) from error
         if not self._config.exists():
             return
-        before = json.loads(self._config.read_text())
-        changes = _changes(_flatten(before["numbers"]), _flatten(_numbers(config, schedule)))
+        try:
+            before = json.loads(self._config.read_text())["numbers"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{self._config} cannot be read: {error}; restore it or use another --workdir") from error
+        changes = _changes(_flatten(before), _flatten(_numbers(config, schedule, data)))
         if changes and not accept_config_change:
             raise UserError(
                 f"{self.path} holds a run whose numbers differ from this config:\n"
@@ -72,7 +77,7 @@ class Workdir:
         """Writes `config.json` and `manifest.json`."""
         if jax.process_index() > 0:
             return
-        text = json.dumps({"config": describe(config), "numbers": _numbers(config, schedule)}, indent=1)
+        text = json.dumps({"config": describe(config), "numbers": _numbers(config, schedule, data)}, indent=1)
         write_atomically(self._config, text)
         manifest = {
             "command": sys.argv,
@@ -86,15 +91,16 @@ class Workdir:
         write_atomically(self._manifest, json.dumps(manifest, indent=1))
 
 
-def _numbers(config: Config, schedule: Mapping[str, Any]) -> dict[str, Any]:
+def _numbers(config: Config, schedule: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
     """What alters the numbers of a run, as JSON; lengths, intervals, layout and logging do not."""
     numbers = {name: describe(getattr(config, name)) for name in _NUMBERS}
     numbers["optimizer"]["schedule"]["arguments"] = describe(schedule)
+    numbers["data"]["fingerprint"] = data
     return json.loads(json.dumps(numbers))
 
 
 def describe(value: Any) -> Any:
-    """`value` as JSON: dataclasses by their fields, code as `module:qualname`, arrays by shape and content."""
+    """`value` as JSON: dataclasses by their fields, code as `module:qualname`, arrays by shape and dtype."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: describe(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return {"class": _qualname(type(value)), **fields}
@@ -107,8 +113,7 @@ def describe(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [describe(item) for item in value]
     if isinstance(value, np.ndarray):
-        digest = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
-        return f"array {value.dtype}{list(value.shape)} {digest[:16]}"
+        return f"array {value.dtype}{list(value.shape)}"
     return _qualname(value if hasattr(value, "__qualname__") else type(value))
 
 

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
+from trainer.loop import Stop
+
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -14,17 +16,17 @@ class StopRequest:
     """Whether a signal has asked the run to stop.
 
     Attributes:
-      received: the first signal, or None.
+      stop: since the first signal, the end that it asks for.
     """
 
     def __init__(self) -> None:
-        self.received: signal.Signals | None = None
+        self.stop: Stop | None = None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """The signal handler."""
-        if self.received is not None:
+        if self.stop is not None:
             os._exit(128 + number)  # What is on disk is complete: every file there is renamed into place.
-        self.received = signal.Signals(number)
+        self.stop = Stop(f"stopped by {signal.Signals(number).name}", finished=False)
 
 
 @contextlib.contextmanager
