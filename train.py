@@ -12,7 +12,7 @@ Any field of the config can be set:
   --config.train_for='5 epochs' --config.optimizer.learning_rate=0.05 --config.evals[0].every='100 steps'
 
 The same command, run again, continues the run. Exit codes:
-  0 done   1 a bug   2 bad input   4 no checkpoint verifies   5 a write failed
+  0 done   1 a bug   2 bad input   4 no checkpoint verifies   5 a write failed   6 bad data
   75 saved after SIGTERM or Ctrl-C, run the same command again   130, 143 second signal
 """
 

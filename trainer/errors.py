@@ -35,6 +35,12 @@ class WriteError(RunError):
     exit_code = 5
 
 
+class BadDataError(RunError):
+    """An example that cannot be read or prepared."""
+
+    exit_code = 6
+
+
 def unknown_name(what: str, name: str, known: Iterable[str]) -> UserError:
     """An error for a name that is not among `known`, with the nearest ones.
 

@@ -136,7 +136,7 @@ class EvaluateHook(Hook):
         self._recorder = recorder
 
     def due(self, step: int, stop: Stop | None) -> bool:
-        scheduled = step % self._every == 0 or (stop is not None and stop.finished)
+        scheduled = (step > 0 and step % self._every == 0) or (stop is not None and stop.finished)
         return scheduled and (self.latest is None or self.latest[0] != step)
 
     def on_state(self, step: int, state: TrainState) -> None:

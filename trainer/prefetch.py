@@ -8,6 +8,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from data import DataError
+from trainer.errors import BadDataError
 from trainer.mesh import batch_sharding
 from trainer.step import Batch
 
@@ -84,13 +86,16 @@ class Prefetcher:
         """The next batch; None at the end of the data, or as soon as `cancelled()` is true while it waits.
 
         Raises:
-          Exception: whatever the pipeline raised.
+          BadDataError: an example cannot be read or prepared.
+          Exception: whatever else the pipeline raised.
         """
         while not cancelled():
             try:
                 item = self._queue.get(timeout=0.1)
             except queue.Empty:
                 continue
+            if isinstance(item, DataError):
+                raise BadDataError(str(item)) from item
             if isinstance(item, BaseException):
                 raise item
             return item

@@ -262,7 +262,7 @@ class Trainer:
         restored = None if checkpoints is None else checkpoints.restore(self._program.state)
         if restored is not None:
             self.state, self._step = restored.state, restored.step
-            log.info(f"continuing at step {self._step:,} of {self.num_steps:,}")
+            log.info(f"continuing after step {self._step:,}")
             return restored.state, restored.hooks
         if self.state is None or checkpoints is not None:
             self.state, self._step = self._program.create_state(self.config.seed), 0
@@ -275,10 +275,10 @@ class Trainer:
 
     def _announce(self) -> None:
         sizes = [leaf.size for leaf in self._program.model_def.params.values()]
-        mesh = ", ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items() if size > 1) or "1 device"
+        axes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items() if size > 1) or "1 device"
         log.info(
-            f"{sum(sizes):,} parameters in {len(sizes)} arrays, {self._data.num_examples:,} examples, "
-            f"{self.num_steps - self._step:,} of {self.num_steps:,} steps to go, batch_size {self.config.batch_size}, {mesh}"
+            f"{sum(sizes):,} parameters in {len(sizes)} arrays; {self._data.num_examples:,} examples; "
+            f"step {self._step:,} of {self.num_steps:,}, {self.config.batch_size} examples each; {axes}"
         )
 
     def _open(self, recorder: Recorder) -> None:

@@ -1,0 +1,1 @@
+"""scikit-learn's handwritten digits as a TFDS dataset: real images that need no download."""
