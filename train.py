@@ -53,7 +53,6 @@ def default_workdir(config: str) -> str:
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code."""
     flags, overrides = parse(argv)
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     from trainer.errors import RunError
 
     try:
@@ -76,8 +75,9 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
     from trainer.config import load_config
     from trainer.errors import UserError
 
-    handler = RichHandler(console=get_console(), show_path=False, show_level=False, log_time_format="%X")
-    logging.getLogger("trainer").addHandler(handler)
+    # In a terminal messages must go through the console that draws the bar; in a file they must not be wrapped.
+    live = RichHandler(console=get_console(), show_path=False, show_level=False, log_time_format="%X")
+    logging.getLogger("trainer").addHandler(live if get_console().is_terminal else logging.StreamHandler())
     logging.getLogger("trainer").setLevel(logging.INFO)
     logging.getLogger("trainer").propagate = False
     config = load_config(flags.config, overrides)

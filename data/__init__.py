@@ -5,6 +5,13 @@ from), `images` (what is done to one), `pipeline` (batches). Importing this pack
 TensorFlow.
 """
 
+import os
+
+# Read by TensorFlow when it is imported. oneDNN rounds by the CPU type, and the same example should be prepared in the
+# same bits everywhere; the other keeps its start-up notices from the terminal.
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
 from data.images import CentreCrop, NormalizedImage, RandomResizedCrop, ShiftedImage
 from data.order import Order
 from data.pipeline import DataConfig, Pipeline
