@@ -21,6 +21,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     """The command's own flags, and the overrides of config fields: path → text."""
     parser = argparse.ArgumentParser(
         prog="train.py",
+        allow_abbrev=False,
         description=__doc__,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -1,8 +1,8 @@
 """Input pipelines: which examples a step sees, read by random access and prepared in tf.data.
 
-In reading order: `order` (which examples a step sees), `sources`, `records`, `map_style` (where examples come
-from), `images` (what is done to one), `pipeline` (batches). Importing this package does not import
-TensorFlow.
+In reading order: `order` (which examples a step sees), `source` and `sources` (where examples come from; `arrays`,
+`records`, `map_style`), `images` (what is done to one), `pipeline` and `stream` (batches). Importing this package does
+not import TensorFlow.
 """
 
 import os
@@ -15,7 +15,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 from data.images import CentreCrop, NormalizedImage, RandomResizedCrop, ShiftedImage
 from data.order import Order
 from data.pipeline import DataConfig, Pipeline
-from data.sources import DataError
+from data.source import DataError
 
 __all__ = [
     "CentreCrop",

@@ -14,7 +14,7 @@ which no device takes).
 import dataclasses
 from typing import Any, ClassVar
 
-from data.sources import Tensors
+from data.source import Tensors
 
 # Per channel, of the training set's pixels in [0, 1].
 DIGITS_MEAN, DIGITS_STD = (0.287,), (0.354,)

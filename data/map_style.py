@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from data.sources import DataError, Tensors, check_feature_name, specs_like
+from data.source import DataError, Tensors, check_feature_name, specs_like
 
 
 class MapSource:

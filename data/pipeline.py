@@ -10,7 +10,8 @@ from typing import Any, Self
 import numpy as np
 
 from data.order import Order
-from data.sources import DataError, Source, check_feature_name, open_source
+from data.source import DataError, Source, check_feature_name
+from data.sources import open_source
 from data.stream import Batch, Stream
 
 ElementSpec = dict[str, tuple[tuple[int, ...], np.dtype]]

@@ -11,7 +11,7 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from data.sources import Tensors
+from data.source import Tensors
 
 
 class RecordSource:

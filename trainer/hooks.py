@@ -136,8 +136,7 @@ class EvaluateHook(Hook):
         self._recorder = recorder
 
     def due(self, step: int, stop: Stop | None) -> bool:
-        scheduled = (step > 0 and step % self._every == 0) or (stop is not None and stop.finished)
-        return scheduled and (self.latest is None or self.latest[0] != step)
+        return step > 0 and (step % self._every == 0 or (stop is not None and stop.finished))
 
     def on_state(self, step: int, state: TrainState) -> None:
         begin = time.monotonic()
@@ -169,13 +168,11 @@ class EarlyStoppingHook(Hook):
         self._evaluate = evaluate
         self._best: float | None = None
         self._num_poor = 0
-        self._seen_step = 0
 
     def due(self, step: int, stop: Stop | None) -> bool:
-        return step > self._seen_step and bool(self._evaluate.at(step) or self._evaluate.due(step, stop))
+        return bool(self._evaluate.at(step))
 
     def on_state(self, step: int, state: TrainState) -> Stop | None:
-        self._seen_step = step
         value = self._evaluate.at(step)[self._config.metric]
         if improves(value, self._best, self._config.mode, self._config.min_delta):
             self._best, self._num_poor = value, 0
@@ -192,10 +189,10 @@ class EarlyStoppingHook(Hook):
         )
 
     def state(self) -> Any:
-        return {"best": self._best, "num_poor": self._num_poor, "seen_step": self._seen_step}
+        return {"best": self._best, "num_poor": self._num_poor}
 
     def restore(self, state: Any) -> None:
-        self._best, self._num_poor, self._seen_step = state["best"], state["num_poor"], state["seen_step"]
+        self._best, self._num_poor = state["best"], state["num_poor"]
 
 
 def improves(value: float, best: float | None, mode: Literal["max", "min"], min_delta: float = 0.0) -> bool:
@@ -218,7 +215,6 @@ class CheckpointHook(Hook):
         recorder: Recorder,
         hooks: list[Hook],
         evaluate: EvaluateHook | None,
-        saved_step: int | None,
     ):
         """
         Args:
@@ -228,7 +224,6 @@ class CheckpointHook(Hook):
           recorder: its lines must be on disk first.
           hooks: the hooks before this one, whose state is saved too.
           evaluate: the evaluation that is watched for the best.
-          saved_step: the step that the run goes on from, which is on disk already.
         """
         self._every = every
         self._config = config
@@ -236,15 +231,13 @@ class CheckpointHook(Hook):
         self._recorder = recorder
         self._hooks = tuple(hooks)
         self._evaluate = evaluate
-        self._saved_step = saved_step
         self._best: float | None = None
 
     def on_step(self, step: int, metrics: Metrics) -> None:
         self._checkpoints.poll()
 
     def due(self, step: int, stop: Stop | None) -> bool:
-        scheduled = step % self._every == 0 or stop is not None or self._improved(step)
-        return scheduled and step != self._saved_step
+        return step % self._every == 0 or stop is not None or self._improved(step)
 
     def _improved(self, step: int) -> bool:
         value = self._watched(step)
@@ -258,7 +251,6 @@ class CheckpointHook(Hook):
     def on_state(self, step: int, state: TrainState) -> None:
         if self._improved(step):
             self._best = self._watched(step)
-        self._saved_step = step
         self._recorder.sync()
         self._checkpoints.save(
             step,

@@ -51,11 +51,18 @@ class Hook:
         """Sees the metrics of every step, in order, one step behind the device; `step` counts updates."""
 
     def due(self, step: int, stop: Stop | None) -> bool:
-        """Whether `on_state` is wanted after `step`; the loop then waits for the device. `stop`: the run ends here."""
+        """Whether `on_state` is wanted after `step`; the loop then waits for the device.
+
+        Asked in the order of the hooks, so that a hook sees what those before it did at this step.
+
+        Args:
+          step: updates done; 0 if the run is stopped before its first.
+          stop: if the run ends here, why.
+        """
         return False
 
     def on_state(self, step: int, state: TrainState) -> Stop | None:
-        """Acts on the state after `step`, once all of `on_step` up to it is done; may end the run."""
+        """Acts on the state after `step`, at most once; all of `on_step` up to it is done. May end the run."""
         return None
 
     def state(self) -> Any:
@@ -121,19 +128,26 @@ def run_loop(
       The state, the steps done, why it ended.
     """
     step, pending = start, None
+    # A hook acts once after a step; after the step that a run is resumed at, it has acted already.
+    acted = {id(hook) for hook in hooks} if start else set()
     while True:
         with stopwatch.measure("waiting"):
             batch = batches.get(cancelled=lambda: requested() is not None)
         if batch is not None:
             state, metrics = train_step(state, batch, learning_rates[step])
             _report(hooks, pending)
-            step, pending = step + 1, (step + 1, metrics)
+            step, pending, acted = step + 1, (step + 1, metrics), set()
         assert batch is not None or requested() is not None, "the stream of batches has no end"
         stop = Stop(f"finished: {step} steps", finished=True) if step == len(learning_rates) else requested()
-        if any(hook.due(step, stop) for hook in hooks):
+        waiting = [hook for hook in hooks if id(hook) not in acted]
+        if any(hook.due(step, stop) for hook in waiting):
             _report(hooks, pending)
             pending = None
-            stop = _act(hooks, step, state, stop, stopwatch)
+            for hook in waiting:
+                if hook.due(step, stop):
+                    acted.add(id(hook))
+                    with stopwatch.measure("in_hooks"):
+                        stop = hook.on_state(step, state) or stop
         if stop is not None:
             _report(hooks, pending)
             return state, step, stop
@@ -145,11 +159,3 @@ def _report(hooks: Sequence[Hook], pending: tuple[int, Metrics] | None) -> None:
         metrics = jax.device_get(metrics)
         for hook in hooks:
             hook.on_step(step, metrics)
-
-
-def _act(hooks: Sequence[Hook], step: int, state: TrainState, stop: Stop | None, stopwatch: Stopwatch) -> Stop | None:
-    for hook in hooks:
-        if hook.due(step, stop):
-            with stopwatch.measure("in_hooks"):
-                stop = hook.on_state(step, state) or stop
-    return stop

@@ -190,13 +190,26 @@ def _try_update(optimizer: Optimizer, params: Mapping[str, jax.ShapeDtypeStruct]
         grads = {path: params[path] for path in optimizer.trainable}
         return optimizer.update(grads, optimizer.init(params), params, jnp.float32(1.0))
 
+    def init(learning_rate: float) -> Any:
+        return optimizer._chain(learning_rate).init({path: jnp.zeros(()) for path in optimizer.trainable})
+
+    config = optimizer._config
     try:
         jax.eval_shape(update, dict(params))
+        jaxpr = jax.make_jaxpr(init)(1.0).jaxpr
     except Exception as error:
-        config = optimizer._config
         raise UserError(
             f"optimizer: optax.{config.name} with arguments {config.arguments} cannot update these parameters: {error}"
         ) from error
+    tainted = {id(jaxpr.invars[0])}
+    for equation in jaxpr.eqns:
+        if any(id(var) in tainted for var in equation.invars):
+            tainted |= {id(var) for var in equation.outvars}
+    if any(id(var) in tainted for var in jaxpr.outvars):
+        raise UserError(
+            f"optimizer.name: optax.{config.name} keeps the learning_rate of the first step in its state, where no "
+            "schedule reaches it; use another optimizer"
+        )
 
 
 def resolve_schedule(config: ScheduleConfig, calendar: Calendar) -> dict[str, Any]:

@@ -102,6 +102,6 @@ class Prefetcher:
         return None
 
     def close(self) -> None:
-        """Ends the thread; it finishes the batch that it is working on."""
+        """Ends the thread. One that a stalled source holds up is left behind; it does not keep the process alive."""
         self._closed.set()
-        self._thread.join(timeout=10)
+        self._thread.join(timeout=1)

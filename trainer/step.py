@@ -32,7 +32,8 @@ class Loss:
 
     Attributes:
       values: float[batch, ...], the loss of each element (an image, a token).
-      weights: float[batch, ...], how much each counts; None: one each.
+      weights: float[batch, ...], how much each counts; None: one each. An element of weight zero counts nothing, but
+        what leads to its loss must be finite: the gradient of a NaN is NaN, whatever it is multiplied by.
     """
 
     values: jax.Array
@@ -58,7 +59,7 @@ def _forward(task: Task, model: nnx.Module, batch: Batch) -> tuple[jax.Array, ja
     loss = task.loss(outputs, batch)
     weights = jnp.ones_like(loss.values) if loss.weights is None else loss.weights
     mask = batch["mask"].reshape(-1, *(1,) * (loss.values.ndim - 1))
-    # Padding is taken out by selection: a weight of zero would keep the NaN of an element that means nothing.
+    # Selected, not multiplied: an element of weight zero may have any loss, even NaN.
     dtype = jnp.promote_types(loss.values.dtype, jnp.float32)
     weights = jnp.where(mask, weights, 0).astype(dtype)
     values = jnp.where(weights != 0, loss.values, 0).astype(dtype)
@@ -67,6 +68,28 @@ def _forward(task: Task, model: nnx.Module, batch: Batch) -> tuple[jax.Array, ja
     if taken := metrics.keys() & _OWN_METRICS:
         raise UserError(f"{type(task).__name__}.metrics: the names {sorted(taken)} are the framework's own; use others")
     return loss_sum, weight_sum, {"loss": clu_metrics.Average(total=loss_sum, count=weight_sum), **metrics}
+
+
+def _make_gradients(
+    task: Task, model_def: ModelDef, optimizer: Optimizer
+) -> Callable[[Arrays, Arrays, Batch, jax.Array], tuple[Arrays, jax.Array, Arrays, Metrics]]:
+    """`(params, model_state, batch, key) → (gradient of the weighted sum, sum of weights, model_state, metrics)`."""
+
+    def gradients(
+        params: Arrays, model_state: Arrays, batch: Batch, key: jax.Array
+    ) -> tuple[Arrays, jax.Array, Arrays, Metrics]:
+        trained = {path: params[path] for path in optimizer.trainable}
+
+        def loss_sum(trained: Arrays) -> tuple[jax.Array, tuple[jax.Array, Arrays, Metrics]]:
+            model = model_def.merge({**params, **trained}, model_state, key)
+            model.train()
+            total, weight, metrics = _forward(task, model, batch)
+            return total, (weight, model_def.split(model)[1], metrics)
+
+        grads, (weight, model_state, metrics) = jax.grad(loss_sum, has_aux=True)(trained)
+        return grads, weight, model_state, metrics
+
+    return gradients
 
 
 def make_train_step(
@@ -86,21 +109,7 @@ def make_train_step(
       num_micro_batches: the batch is worked off in so many parts; micro-batch a of k takes rows a::k, so that no
         row changes device.
     """
-
-    def gradients(
-        params: Arrays, model_state: Arrays, batch: Batch, key: jax.Array
-    ) -> tuple[Arrays, jax.Array, Arrays, Metrics]:
-        frozen = {path: param for path, param in params.items() if path not in optimizer.trainable}
-
-        def loss_sum(trained: Arrays) -> tuple[jax.Array, tuple[jax.Array, Arrays, Metrics]]:
-            model = model_def.merge({**frozen, **trained}, model_state, key)
-            model.train()
-            total, weight, metrics = _forward(task, model, batch)
-            return total, (weight, model_def.split(model)[1], metrics)
-
-        trained = {path: params[path] for path in optimizer.trainable}
-        grads, (weight, model_state, metrics) = jax.grad(loss_sum, has_aux=True)(trained)
-        return grads, weight, model_state, metrics
+    gradients = _make_gradients(task, model_def, optimizer)
 
     def accumulate(state: TrainState, batch: Batch) -> tuple[Arrays, jax.Array, Arrays, Metrics]:
         if num_micro_batches == 1:

@@ -25,7 +25,7 @@ from trainer.evaluation import Evaluation, padded_batch_size
 from trainer.hooks import CheckpointHook, Clock, EarlyStoppingHook, EvaluateHook, LogHook
 from trainer.loop import Hook, Stop, Stopwatch, run_loop
 from trainer.mesh import local_rows, make_mesh, num_batch_shards
-from trainer.metrics import MetricsFile, MetricSums, Recorder, check_monitored
+from trainer.metrics import MetricSums, Recorder, check_monitored
 from trainer.optimizer import learning_rates, resolve_schedule
 from trainer.overrides import rebuild
 from trainer.prefetch import Prefetcher, to_device
@@ -282,21 +282,15 @@ class Trainer:
         )
 
     def _open(self, recorder: Recorder) -> None:
-        """Opens the run's files, on one host; lines of an earlier run after the present step are cut."""
+        """Opens the run's files, on one host."""
         if jax.process_index() > 0:
             return
-        writers = list(self.writers())
         if self._workdir is None:
-            recorder.open(None, writers)
+            recorder.open(None, self.writers())
             return
         self._workdir.describe(self.config, self._schedule, self.mesh, self._data.fingerprint)
-        file = MetricsFile(self._workdir.metrics)
-        file.cut(self._step)
-        if self.config.log.tensorboard:
-            from clu import metric_writers  # Imports TensorFlow, 3 s.
-
-            writers.append(metric_writers.SummaryWriter(str(self._workdir.tensorboard)))
-        recorder.open(file, writers)
+        file, tensorboard = self._workdir.open_metrics(self._step, self.config.log.tensorboard)
+        recorder.open(file, [*self.writers(), *tensorboard])
 
     def _all_hooks(self, recorder: Recorder, stopwatch: Stopwatch, checkpoints: Checkpoints | None) -> list[Hook]:
         config, every = self.config, self._intervals
@@ -310,13 +304,8 @@ class Trainer:
         logs = LogHook(every["log.every"], MetricSums(self._program.train_metrics), recorder, clock)
         hooks: list[Hook] = [*first, *early, logs, *others, *self.hooks()]
         if checkpoints is not None:
-            watched = first[0] if first else None
-            last = self._step or None
-            hooks.append(
-                CheckpointHook(
-                    every["checkpoint.every"], config.checkpoint, checkpoints, recorder, hooks, watched, last
-                )
-            )
+            watched, every_save = (first[0] if first else None), every["checkpoint.every"]
+            hooks.append(CheckpointHook(every_save, config.checkpoint, checkpoints, recorder, hooks, watched))
         names = [hook.name for hook in hooks]
         if len(set(names)) < len(names):
             raise UserError(f"hooks: names must differ, found {names}; set `name` in the class of each")

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 from trainer.config import Config
 from trainer.errors import UserError
 from trainer.manifest import write_atomically
+from trainer.metrics import MetricsFile
 
 _NUMBERS = ("trainer", "model", "data", "batch_size", "num_micro_batches", "optimizer", "ema_decay", "seed")
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorflow-datasets", "numpy")
@@ -31,8 +32,8 @@ class Workdir:
 
     def __init__(self, path: epath.PathLike):
         self.path = epath.Path(path).expanduser().resolve()
-        self.metrics = self.path / "metrics.jsonl"
-        self.tensorboard = self.path / "tensorboard"
+        self._metrics = self.path / "metrics.jsonl"
+        self._tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
         self._config = self.path / "config.json"
         self._manifest = self.path / "manifest.json"
@@ -89,6 +90,16 @@ class Workdir:
             "data": data,
         }
         write_atomically(self._manifest, json.dumps(manifest, indent=1))
+
+    def open_metrics(self, step: int, tensorboard: bool) -> tuple[MetricsFile, list[Any]]:
+        """`metrics.jsonl`, cut to `step`, and a list of the clu writer for TensorBoard if it is wanted."""
+        file = MetricsFile(self._metrics)
+        file.cut(step)
+        if not tensorboard:
+            return file, []
+        from clu import metric_writers  # Imports TensorFlow, 3 s.
+
+        return file, [metric_writers.SummaryWriter(str(self._tensorboard))]
 
 
 def _numbers(config: Config, schedule: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
