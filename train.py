@@ -78,9 +78,11 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
 
     # In a terminal messages must go through the console that draws the bar; in a file they must not be wrapped.
     live = RichHandler(console=get_console(), show_path=False, show_level=False, log_time_format="%X")
-    logging.getLogger("trainer").addHandler(live if get_console().is_terminal else logging.StreamHandler())
-    logging.getLogger("trainer").setLevel(logging.INFO)
-    logging.getLogger("trainer").propagate = False
+    for name in ("trainer", "data"):
+        logger = logging.getLogger(name)
+        logger.addHandler(live if get_console().is_terminal else logging.StreamHandler())
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
     config = load_config(flags.config, overrides)
     if config.trainer is None:
         raise UserError(f"{flags.config}: set `trainer` in the config to the Trainer subclass that runs it")

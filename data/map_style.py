@@ -1,6 +1,7 @@
 """Examples from any object with `len` and `[]`, as PyTorch's and grain's map-style datasets are."""
 
 import concurrent.futures
+import logging
 import multiprocessing
 import os
 import pickle
@@ -11,9 +12,10 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import numpy as np
-from absl import logging
 
 from data.source import DataError, Tensors, check_feature_name, specs_like
+
+log = logging.getLogger(__name__)
 
 
 class MapSource:
@@ -39,8 +41,8 @@ class MapSource:
         self._workers = workers
         self.parallel_reads = 2 if workers else 1  # the second keeps workers busy while the first is stacked
         if not workers:
-            logging.info(
-                "data: %s is read by one thread of this process, which shares Python's lock with the "
+            log.warning(
+                "%s is read by one thread of this process, which shares Python's lock with the "
                 "training loop. If that is too slow, set data.workers to a number of processes.",
                 self.fingerprint["type"],
             )

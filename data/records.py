@@ -1,6 +1,7 @@
 """Examples of a TFDS dataset, by random access into its ArrayRecord files."""
 
 import difflib
+import logging
 import socket
 import sys
 import urllib.parse
@@ -8,10 +9,11 @@ import urllib.request
 from typing import Any
 
 import numpy as np
-from absl import logging
 from etils import epath
 
 from data.source import Tensors
+
+log = logging.getLogger(__name__)
 
 
 class RecordSource:
@@ -70,7 +72,7 @@ def _prepared_builder(name: str) -> Any:
     """The dataset's builder, prepared on disk as ArrayRecord. Raises ValueError."""
     builder = _builder(name)
     if not builder.is_prepared():
-        logging.info("data: preparing %s in %s (once)", name, builder.data_dir)
+        log.info("preparing %s in %s (once)", name, builder.data_dir)
         _prepare(name, builder)
         builder = _builder(name)
     found = builder.info.file_format.value
