@@ -20,7 +20,8 @@ import numpy as np
 import optax
 
 from models import MLPConfig
-from trainer import CheckpointConfig, Config, DataConfig, EvalConfig, LogConfig, Loss, OptimizerConfig, Trainer
+from trainer import CheckpointConfig, Config, DataConfig, EvalConfig, LogConfig, Loss, OptimizerConfig
+from trainer import ShardingConfig, Trainer
 
 
 class Points(Trainer):
@@ -149,7 +150,7 @@ def test_an_import_error_names_file_and_line(config, capsys):
     ],
 )
 def test_wrong_rules(config, capsys, rules, message):
-    text = CONFIG.replace("    return Config(", f"    return Config(sharding_rules={rules},")
+    text = CONFIG.replace("    return Config(", f"    return Config(sharding=ShardingConfig(rules={rules}),")
     imports = "import optax\nfrom jax.sharding import PartitionSpec as P\n"
     Path("ruled.py").write_text(text.replace("import optax\n", imports))
     mesh = ["--config.mesh.model=8", "--config.mesh.data=1"]

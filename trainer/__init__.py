@@ -34,6 +34,7 @@ with epy.lazy_api_imports(globals()):
     from trainer.loop import Hook, Stop
     from trainer.mesh import MeshConfig
     from trainer.optimizer import OptimizerConfig, ScheduleConfig
+    from trainer.sharding import ShardingConfig
     from trainer.state import TrainState
     from trainer.step import Loss
     from trainer.tasks.classification import ImageClassifier

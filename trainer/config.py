@@ -23,7 +23,7 @@ from trainer.hooks import EarlyStoppingConfig, LogConfig
 from trainer.mesh import MeshConfig
 from trainer.optimizer import OptimizerConfig
 from trainer.overrides import override, rebuild
-from trainer.sharding import Rules
+from trainer.sharding import ShardingConfig
 
 
 @dataclasses.dataclass
@@ -37,9 +37,8 @@ class Config:
       trainer: the Trainer subclass that `train.py` runs.
       model: the dataclass beside the model; None if the Trainer builds its model itself.
       evals: the evaluations; `checkpoint.best` and `early_stopping` watch the first.
-      optimizer, mesh, checkpoint, log: see their classes.
+      optimizer, mesh, sharding, checkpoint, log: see their classes.
       early_stopping: None: the run goes on to its end.
-      sharding_rules: `(pattern, PartitionSpec)` in place of the model's own.
       num_micro_batches: the batch is worked off in so many parts, for less memory.
       ema_decay: decay of the moving average of the params, which is then what is evaluated; None: no average.
       deterministic: on GPUs, operations that give the same bits every time, at some cost; without it a resumed run
@@ -58,7 +57,7 @@ class Config:
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
     early_stopping: EarlyStoppingConfig | None = None
-    sharding_rules: Rules | None = None
+    sharding: ShardingConfig = dataclasses.field(default_factory=ShardingConfig)
     num_micro_batches: int = 1
     ema_decay: float | None = None
     deterministic: bool = False

@@ -1,5 +1,6 @@
 """The program of a run: its pure functions compiled for a mesh, and the shapes of all that flows through them."""
 
+import dataclasses
 import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
@@ -9,14 +10,14 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from trainer.config import Config
 from trainer.errors import UserError
 from trainer.mesh import batch_sharding, replicated
 from trainer.model_def import ModelDef
 from trainer.optimizer import Optimizer
-from trainer.sharding import Rules, match_rules
+from trainer.sharding import Rules, make_layout
 from trainer.state import TrainState, abstract_state, create_state, flatten_state, make_init
 from trainer.step import Task, make_eval_step, make_predict_step, make_train_step
 
@@ -35,11 +36,35 @@ class Experiment(Task, Protocol):
         """Where its parameters go."""
 
 
+@dataclasses.dataclass(frozen=True)
+class MeshFunction:
+    """A jitted function that is traced and called with its mesh set, so that a model may name the mesh's axes."""
+
+    function: jax.stages.Wrapped
+    mesh: Mesh
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Runs it, compiling on the first call."""
+        with jax.set_mesh(self.mesh):
+            return self.function(*arguments)
+
+    def lower(self, *arguments: Any) -> jax.stages.Lowered:
+        """As `jax.jit`'s."""
+        with jax.set_mesh(self.mesh):
+            return self.function.lower(*arguments)
+
+    def eval_shape(self, *arguments: Any) -> Any:
+        """The shapes of what it returns."""
+        with jax.set_mesh(self.mesh):
+            return jax.eval_shape(self.function, *arguments)
+
+
 class Program:
     """Compiled on first use; construction only traces.
 
     Attributes:
       model_def: the model without its arrays.
+      layout: where each parameter goes.
       state: the abstract TrainState: shapes, dtypes, shardings.
       batch: the abstract global batch.
       train_step: `(state, batch, learning_rate) → (state, metrics)`; donates `state`.
@@ -64,28 +89,30 @@ class Program:
         ema = None if config.ema_decay is None else optax.ema(config.ema_decay)
         self.mesh = mesh
         self.model_def = _call("building the model", ModelDef, task.build_model)
-        specs = match_rules(task.sharding_rules(), self.model_def.params, mesh)
+        self.layout = make_layout(config.sharding, task.sharding_rules(), self.model_def.params, mesh)
         optimizer = Optimizer(config.optimizer, self.model_def.params)
         self._init = make_init(self.model_def, optimizer, ema)
-        self.state = abstract_state(self._init, specs, mesh)
+        self.state = abstract_state(self._init, self.layout, mesh)
         self.batch = abstract_batch(element, mesh, config.batch_size)
 
         state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
-        train_step = make_train_step(task, self.model_def, optimizer, ema, config.num_micro_batches)
-        self.train_step = jax.jit(train_step, donate_argnums=0, out_shardings=(state_shardings, replicated(mesh)))
+        grads = {path: NamedSharding(mesh, self.layout.mirrors[path]) for path in optimizer.trainable}
+        train_step = make_train_step(task, self.model_def, optimizer, ema, grads, config.num_micro_batches)
+        train_jit = jax.jit(train_step, donate_argnums=0, out_shardings=(state_shardings, replicated(mesh)))
+        self.train_step = MeshFunction(train_jit, mesh)
         eval_step = make_eval_step(task, self.model_def, config.ema_decay)
-        self.eval_step = jax.jit(eval_step, out_shardings=replicated(mesh))
+        self.eval_step = MeshFunction(jax.jit(eval_step, out_shardings=replicated(mesh)), mesh)
         predict_step = make_predict_step(task, self.model_def, config.ema_decay)
-        self.predict_step = jax.jit(predict_step, out_shardings=replicated(mesh))
+        self.predict_step = MeshFunction(jax.jit(predict_step, out_shardings=replicated(mesh)), mesh)
 
         rate = jax.ShapeDtypeStruct((), np.float32)
         state, self.train_metrics = self._trace("a training step", self.train_step, rate)
         _check_same_structure(self.state, state)
         self.eval_metrics = self._trace("an evaluation step", self.eval_step)
 
-    def _trace(self, what: str, step: Callable[..., _T], *arguments: Any) -> _T:
+    def _trace(self, what: str, step: MeshFunction, *arguments: Any) -> Any:
         features = ", ".join(f"{name} {leaf.dtype}{list(leaf.shape)}" for name, leaf in self.batch.items())
-        return _call(f"{what} on a batch of {features}", jax.eval_shape, step, self.state, self.batch, *arguments)
+        return _call(f"{what} on a batch of {features}", step.eval_shape, self.state, self.batch, *arguments)
 
     def create_state(self, seed: int) -> TrainState:
         """A fresh state on the mesh."""

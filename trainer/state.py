@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from trainer.model_def import Arrays, ModelDef
 from trainer.optimizer import Optimizer
-from trainer.sharding import state_shardings
+from trainer.sharding import Layout, state_shardings
 
 
 @struct.dataclass
@@ -63,15 +63,13 @@ def make_init(
     return init
 
 
-def abstract_state(
-    init: Callable[[jax.Array], TrainState], specs: Mapping[str, PartitionSpec], mesh: Mesh
-) -> TrainState:
+def abstract_state(init: Callable[[jax.Array], TrainState], layout: Layout, mesh: Mesh) -> TrainState:
     """The state's shapes, dtypes and shardings; nothing is allocated."""
     shapes = jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
-        state_shardings(shapes, specs, mesh),
+        state_shardings(shapes, layout, mesh),
     )
 
 

@@ -89,8 +89,8 @@ class Trainer:
 
     def sharding_rules(self) -> Rules:
         """`(pattern, PartitionSpec)`. Default: the config's, else the model's own, else a copy on every device."""
-        if self.config.sharding_rules is not None:
-            return self.config.sharding_rules
+        if self.config.sharding.rules is not None:
+            return self.config.sharding.rules
         return REPLICATE if self.config.model is None else self.config.model.sharding_rules()
 
     def hooks(self) -> Sequence[Hook]:

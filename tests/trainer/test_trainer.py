@@ -18,6 +18,7 @@ from trainer import (
     LogConfig,
     Loss,
     OptimizerConfig,
+    ShardingConfig,
     Trainer,
     UserError,
 )
@@ -99,8 +100,11 @@ class Grows(Tiny):
             r"early_stopping\.metric: unknown metric 'f1'; the evaluation gives accuracy, ids, loss",
         ),
         ({"evals": (), "early_stopping": EarlyStoppingConfig()}, "early_stopping watches the first evaluation"),
-        ({"sharding_rules": ((".*", P()), ("convs/.*", P()))}, "rule 'convs/.*' matches no parameter"),
-        ({"sharding_rules": (("head/.*", P()),)}, "no sharding rule covers parameter 'blocks/0/linear/kernel'"),
+        ({"sharding": ShardingConfig(rules=((".*", P()), ("convs/.*", P())))}, "rule 'convs/.*' matches no parameter"),
+        (
+            {"sharding": ShardingConfig(rules=(("head/.*", P()),))},
+            "no sharding rule covers parameter 'blocks/0/linear/kernel'",
+        ),
         ({"optimizer": OptimizerConfig("adamv")}, "unknown optimizer 'adamv'"),
         ({"data": DataConfig({"x": np.zeros((0, 4))})}, "data.*at least one example"),
         ({"evals": (EvalConfig(DataConfig({"y": np.zeros(3)}, split="test")),)}, r"evals\[0\]\.data.*only TFDS"),
