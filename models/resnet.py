@@ -90,9 +90,7 @@ class BasicBlock(nnx.Module):
 
     expansion = 1
 
-    def __init__(
-        self, in_features: int, features: int, stride: int, *, dtype: jnp.dtype, rngs: nnx.Rngs
-    ) -> None:
+    def __init__(self, in_features: int, features: int, stride: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.conv1 = _conv(in_features, features, 3, stride, dtype=dtype, rngs=rngs)
         self.norm1 = _norm(features, dtype=dtype, rngs=rngs)
         self.conv2 = _conv(features, features, 3, 1, dtype=dtype, rngs=rngs)
@@ -110,9 +108,7 @@ class BottleneckBlock(nnx.Module):
 
     expansion = 4
 
-    def __init__(
-        self, in_features: int, features: int, stride: int, *, dtype: jnp.dtype, rngs: nnx.Rngs
-    ) -> None:
+    def __init__(self, in_features: int, features: int, stride: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         out_features = features * self.expansion
         self.conv1 = _conv(in_features, features, 1, 1, dtype=dtype, rngs=rngs)
         self.norm1 = _norm(features, dtype=dtype, rngs=rngs)
@@ -170,9 +166,7 @@ class ResNet(nnx.Module):
         in_features = config.width
         for index, num_blocks in enumerate(depths):
             features, stride = config.width * 2**index, 1 if index == 0 else 2
-            stages[str(index)] = Stage(
-                block, num_blocks, in_features, features, stride, dtype=dtype, rngs=rngs
-            )
+            stages[str(index)] = Stage(block, num_blocks, in_features, features, stride, dtype=dtype, rngs=rngs)
             in_features = features * block.expansion
         self.stages = nnx.Dict(stages)
 
@@ -190,9 +184,7 @@ class ResNet(nnx.Module):
         return self.head(jnp.mean(x, axis=(1, 2), dtype=jnp.float32))
 
 
-def _conv(
-    in_features: int, features: int, kernel: int, stride: int, *, dtype: jnp.dtype, rngs: nnx.Rngs
-) -> nnx.Conv:
+def _conv(in_features: int, features: int, kernel: int, stride: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.Conv:
     """Without bias, which the norm after it would subtract."""
     return nnx.Conv(
         in_features,
