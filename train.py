@@ -31,6 +31,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.add_argument(
         "--accept_config_change", action="store_true", help="continue a run although its numbers will differ"
     )
+    parser.add_argument("--layout", action="store_true", help="print where every parameter goes, and stop")
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     own, overrides, words = [], {}, list(argv)
     while words:
@@ -90,6 +91,9 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
     if config.deterministic:
         runtime.enable_deterministic_operations()
     workdir = flags.workdir or default_workdir(flags.config)
+    if flags.layout:
+        get_console().print(config.trainer(config).layout_table())
+        return 0
     trainer = config.trainer(config, workdir, accept_config_change=flags.accept_config_change)
     stop = trainer.fit()
     advice = "" if stop.finished else "; saved, run the same command again to go on"

@@ -2,7 +2,7 @@
 
 config.py        what the user writes: the Config tree (overrides.py: from text; duration.py: '90 epochs')
 mesh.py          MeshConfig → jax.sharding.Mesh
-sharding.py      rules → PartitionSpecs, and what is wrong with them
+sharding.py      rules → PartitionSpecs, and what is wrong with them (layout_table.py: printed)
 model_def.py     an NNX model taken apart into flat dicts of arrays
 optimizer.py     OptimizerConfig → the Optax chain and the learning rate of every step
 state.py         TrainState, born sharded

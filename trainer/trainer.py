@@ -14,6 +14,7 @@ import numpy as np
 from etils import epath
 from flax import nnx
 from rich import get_console
+from rich.table import Table
 
 from data import DataConfig, Pipeline
 from trainer import runtime
@@ -23,6 +24,7 @@ from trainer.duration import Calendar
 from trainer.errors import UserError
 from trainer.evaluation import Evaluation, padded_batch_size
 from trainer.hooks import CheckpointHook, Clock, EarlyStoppingHook, EvaluateHook, LogHook
+from trainer.layout_table import bytes_per_device, layout_table
 from trainer.loop import Hook, Stop, Stopwatch, run_loop
 from trainer.mesh import local_rows, make_mesh, num_batch_shards
 from trainer.metrics import MetricSums, Recorder, check_monitored
@@ -186,6 +188,13 @@ class Trainer:
                 stopwatch=stopwatch,
             )
             return stop
+
+    def layout_table(self) -> Table:
+        """Where every parameter goes, and what it takes: print it with rich."""
+        program, leaves = self._program, jax.tree.leaves(self._program.state)
+        whole = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+        each = sum(bytes_per_device(leaf, leaf.sharding) for leaf in leaves)
+        return layout_table(program.layout, self.sharding_rules(), program.model_def.params, self.mesh, (whole, each))
 
     def evaluate(self) -> dict[str, float]:
         """The metrics of every evaluation, by `"name/metric"`, for the present state.
