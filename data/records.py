@@ -63,6 +63,13 @@ class RecordSource:
         """Parses one record; images are decoded but for those asked for encoded."""
         return self._features.deserialize_example(tensors[0], decoders=self._decoders)
 
+    def feature(self, name: str) -> list[Any]:
+        """One feature of every example, in order, in memory. Raises ValueError if there is none of that name."""
+        if name not in self._features:
+            raise ValueError(f"data.source: expected a feature {name!r}; the dataset has {sorted(self._features)}.")
+        (records,) = self.read(np.arange(self.num_examples))
+        return [self._features.deserialize_example_np(record)[name] for record in records]
+
     def close(self) -> None:
         """Closes the files."""
         self._records.__exit__(None, None, None)
@@ -89,7 +96,8 @@ def _builder(name: str) -> Any:
     """The builder of `name`, for instance "cifar10:3.0.2". Raises ValueError."""
     import tensorflow_datasets as tfds
 
-    import data.digits.digits_dataset_builder  # noqa: F401 (registers "digits")
+    import data.digits.digits_dataset_builder
+    import data.python_stdlib.python_stdlib_dataset_builder  # noqa: F401 (both register their names)
 
     try:
         return tfds.builder(name, file_format="array_record")
