@@ -4,7 +4,9 @@ A model config is anything with `build(rngs) -> nnx.Module` and
 `sharding_rules() -> ((path pattern, PartitionSpec), ...)`; a user's own file serves as well as these.
 """
 
+from models.gpt import GPTConfig
+from models.losses import token_losses
 from models.mlp import MLPConfig
 from models.resnet import ResNetConfig
 
-__all__ = ["MLPConfig", "ResNetConfig"]
+__all__ = ["GPTConfig", "MLPConfig", "ResNetConfig", "token_losses"]
