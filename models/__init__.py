@@ -5,8 +5,7 @@ A model config is anything with `build(rngs) -> nnx.Module` and
 """
 
 from models.gpt import GPTConfig
-from models.losses import token_losses
 from models.mlp import MLPConfig
 from models.resnet import ResNetConfig
 
-__all__ = ["GPTConfig", "MLPConfig", "ResNetConfig", "token_losses"]
+__all__ = ["GPTConfig", "MLPConfig", "ResNetConfig"]

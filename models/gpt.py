@@ -1,8 +1,7 @@
 """GPT: a decoder-only transformer, from GPT-2 to Llama 3.
 
 Radford et al. 2019 (GPT-2), https://github.com/openai/gpt-2, and Grattafiori et al. 2024 (Llama 3),
-https://arxiv.org/abs/2407.21783. The block stands in `gpt_layers.py`, sampling in `generation.py`, the loss in
-`losses.py`.
+https://arxiv.org/abs/2407.21783. The block stands in `gpt_layers.py`, sampling in `generation.py`.
 """
 
 import dataclasses
@@ -39,6 +38,7 @@ class GPTConfig(BlockConfig):
     rope_scaling: float = 1.0  # by which Llama 3.1 lengthens the long wavelengths; 1: not at all
     rope_original_context: int = 8192  # tokens of the context before rope_scaling
     tie_embeddings: bool = True  # the embedding is the head's kernel too
+    z_loss: float = 0.0  # weight of the squared log-normaliser in the loss
     remat: str = "none"  # else the jax.checkpoint policy that says what the backward pass need not compute again
     scan_layers: bool = False  # one compiled block over stacked params: compiles sooner, may run slower
 

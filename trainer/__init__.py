@@ -38,4 +38,5 @@ with epy.lazy_api_imports(globals()):
     from trainer.state import TrainState
     from trainer.step import Loss
     from trainer.tasks.classification import ImageClassifier
+    from trainer.tasks.language_model import LanguageModel
     from trainer.trainer import Trainer

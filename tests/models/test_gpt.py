@@ -13,9 +13,10 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from models import GPTConfig, token_losses
+from models import GPTConfig
 from models.gpt import _rotation
 from models.gpt_layers import attend, rotate
+from trainer.tasks.language_model import token_losses
 
 TINY: dict[str, Any] = {"vocab_size": 40, "context": 16, "embed_dim": 32, "num_layers": 2, "num_heads": 8}
 LLAMA: dict[str, Any] = {
