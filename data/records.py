@@ -103,7 +103,7 @@ def _builder(name: str) -> Any:
         return tfds.builder(name, file_format="array_record")
     except tfds.core.registered.DatasetNotFoundError:
         plain = name.split(":")[0].split("/")[0]
-        known = sorted({*tfds.list_builders(with_community_datasets=False), "digits"})
+        known = sorted({*tfds.list_builders(with_community_datasets=False), "digits", "python_stdlib"})
         near = difflib.get_close_matches(plain, known, n=3) or [*known[:3], "…"]
         raise ValueError(
             f"data.source: unknown dataset {name!r}; the nearest of {len(known)} TFDS names: "

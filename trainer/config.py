@@ -23,7 +23,7 @@ from trainer.hooks import EarlyStoppingConfig, LogConfig
 from trainer.mesh import MeshConfig
 from trainer.optimizer import OptimizerConfig
 from trainer.overrides import override, rebuild
-from trainer.sharding import ShardingConfig
+from trainer.sharding import ShardingConfig, nearest_multiples
 
 
 @dataclasses.dataclass
@@ -87,12 +87,8 @@ def check_batch_size(config: Config, num_shards: int) -> None:
         raise UserError(f"num_micro_batches: {parts} micro-batches cannot be made of a batch_size of {size} examples")
     unit = parts * num_shards
     if size % unit:
-        lower = size // unit * unit
         over = f"{num_shards} devices" + (f" in {parts} micro-batches" if parts > 1 else "")
-        raise UserError(
-            f"batch_size: {size} does not divide over {over}; the nearest sizes that do are "
-            + " and ".join(str(near) for near in (lower, lower + unit) if near)
-        )
+        raise UserError(f"batch_size: {size} does not divide over {over}; {nearest_multiples(size, unit)}")
 
 
 def load_config(spec: str, overrides: Mapping[str, str] | None = None) -> Config:

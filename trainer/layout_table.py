@@ -2,26 +2,24 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from rich.table import Table
 
 from trainer.sharding import Layout, Rules
+from trainer.state import TrainState
 
 
-def layout_table(
-    layout: Layout, rules: Rules, params: Mapping[str, jax.ShapeDtypeStruct], mesh: Mesh, state_bytes: tuple[int, int]
-) -> Table:
+def layout_table(layout: Layout, rules: Rules, state: TrainState, mesh: Mesh) -> Table:
     """A table for people.
 
     Args:
       layout: what was decided.
       rules: the rules that decided.
-      params: path → shape and dtype.
+      state: the abstract state, its params and all the rest.
       mesh: gives the number of parts.
-      state_bytes: of the whole train state, in all and on each device.
     """
     axes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
     table = Table("parameter", "shape", "rule", "spec", "bytes", "per device", title=f"mesh: {axes}")
@@ -29,23 +27,20 @@ def layout_table(
         column.overflow = "fold"
     for column in table.columns[4:]:
         column.justify = "right"
-    for path, param in params.items():
+    for path, param in state.params.items():
         rule = next((pattern for pattern, _ in rules if re.fullmatch(pattern, path)), "sharding.keep_whole")
-        spec = layout.params[path]
-        table.add_row(path, _shape(param.shape), rule, _spec(spec), *_bytes(param, spec, mesh))
+        table.add_row(path, _shape(param.shape), rule, _spec(layout.params[path]), *_bytes([param]))
     table.add_section()
-    table.add_row("the whole state", "", "", "", *(f"{count:,}" for count in state_bytes))
+    table.add_row("the whole state", "", "", "", *_bytes(jax.tree.leaves(state)))
     return table
 
 
-def bytes_per_device(leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> int:
-    """Bytes of one device's part of `leaf`."""
-    return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-
-
-def _bytes(param: jax.ShapeDtypeStruct, spec: PartitionSpec, mesh: Mesh) -> tuple[str, str]:
-    whole = param.size * param.dtype.itemsize
-    return f"{whole:,}", f"{bytes_per_device(param, NamedSharding(mesh, spec)):,}"
+def _bytes(leaves: Iterable[jax.ShapeDtypeStruct]) -> tuple[str, str]:
+    """Bytes in all, and of one device's part."""
+    leaves = list(leaves)
+    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    each = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+    return f"{whole:,}", f"{each:,}"
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -105,6 +105,20 @@ def _split_over_data(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) ->
     return PartitionSpec(*entries)
 
 
+def nearest_multiples(size: int, parts: int) -> str:
+    """The sizes next to `size` that divide into `parts`, for an error.
+
+    >>> nearest_multiples(6, 4), nearest_multiples(3, 8)
+    ('the nearest sizes that do are 4 and 8', 'the nearest size that does is 8')
+    """
+    lower = size // parts * parts
+    return (
+        f"the nearest sizes that do are {lower} and {lower + parts}"
+        if lower
+        else f"the nearest size that does is {parts}"
+    )
+
+
 def _axes(entry: Any) -> tuple[str, ...]:
     """The axes of one entry of a PartitionSpec."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
@@ -165,10 +179,9 @@ def _check_spec(path: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: Me
             seen.add(axis)
         parts = math.prod(mesh.shape[axis] for axis in axes)
         if shape[dim] % parts:
-            lower = shape[dim] // parts * parts
             raise UserError(
                 f"{where}: dim {dim} of size {shape[dim]} does not divide over {parts} devices of {axes}; "
-                f"the nearest sizes that do are {lower or parts} and {lower + parts}"
+                f"{nearest_multiples(shape[dim], parts)}"
             )
 
 

@@ -24,7 +24,7 @@ from trainer.duration import Calendar
 from trainer.errors import UserError
 from trainer.evaluation import Evaluation, padded_batch_size
 from trainer.hooks import CheckpointHook, Clock, EarlyStoppingHook, EvaluateHook, LogHook
-from trainer.layout_table import bytes_per_device, layout_table
+from trainer.layout_table import layout_table
 from trainer.loop import Hook, Stop, Stopwatch, run_loop
 from trainer.mesh import local_rows, make_mesh, num_batch_shards
 from trainer.metrics import MetricSums, Recorder, check_monitored
@@ -191,10 +191,7 @@ class Trainer:
 
     def layout_table(self) -> Table:
         """Where every parameter goes, and what it takes: print it with rich."""
-        program, leaves = self._program, jax.tree.leaves(self._program.state)
-        whole = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-        each = sum(bytes_per_device(leaf, leaf.sharding) for leaf in leaves)
-        return layout_table(program.layout, self.sharding_rules(), program.model_def.params, self.mesh, (whole, each))
+        return layout_table(self._program.layout, self.sharding_rules(), self._program.state, self.mesh)
 
     def evaluate(self) -> dict[str, float]:
         """The metrics of every evaluation, by `"name/metric"`, for the present state.

@@ -57,3 +57,18 @@ def test_a_split_state_takes_its_share_of_memory(layout):
     each = sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in split.values())
     parts = trainer.mesh.shape["data"] * trainer.mesh.shape["model"]
     assert each == pytest.approx(total / parts, rel=0.01)
+
+
+def test_the_table_shows_rule_spec_and_bytes(capsys):
+    """Every parameter, and the state as a whole; `keep_whole` keeps one from being split."""
+    import rich
+
+    config = tiny_config(mesh=MeshConfig(data=8), sharding=ShardingConfig(fsdp=True, keep_whole=("head/.*",)))
+    trainer = Tiny(config)
+    rich.get_console().width = 200
+    rich.print(trainer.layout_table())
+    shown = capsys.readouterr().out
+    for path, spec in trainer._program.layout.params.items():
+        assert path in shown
+        assert ("data" in str(spec)) == (not path.startswith("head/"))
+    assert "the whole state" in shown and "data=8" in shown

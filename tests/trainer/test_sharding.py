@@ -50,7 +50,7 @@ def test_the_first_rule_that_matches_the_whole_path_decides(mesh):
         ),
         (
             [("blocks/0/kernel", P(("data", "model"))), REST],
-            r"dim 0 of size 6 does not divide over 8 devices of \('data', 'model'\); the nearest sizes that do are 8",
+            r"dim 0 of size 6 does not divide over 8 devices of \('data', 'model'\); the nearest size that does is 8",
         ),
     ],
 )

@@ -30,7 +30,7 @@ from trainer.trainer import check_batch_size
     ("batch_size", "parts", "shards", "message"),
     [
         (6, 1, 4, "batch_size: 6 does not divide over 4 devices; the nearest sizes that do are 4 and 8"),
-        (3, 1, 4, "batch_size: 3 does not divide over 4 devices; the nearest sizes that do are 4$"),
+        (3, 1, 4, "batch_size: 3 does not divide over 4 devices; the nearest size that does is 4$"),
         (12, 2, 4, "12 does not divide over 4 devices in 2 micro-batches; the nearest sizes that do are 8 and 16"),
         (8, 16, 1, "num_micro_batches: 16 micro-batches cannot be made of a batch_size of 8 examples"),  # S27
     ],
@@ -80,7 +80,7 @@ class Grows(Tiny):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch_size": 6}, "batch_size: 6 does not divide over 8 devices; the nearest sizes that do are 8"),
+        ({"batch_size": 6}, "batch_size: 6 does not divide over 8 devices; the nearest size that does is 8"),
         ({"batch_size": 8, "num_micro_batches": 16}, "16 micro-batches cannot be made of a batch_size of 8"),
         ({"trainer": Forgets}, r"Forgets must define forward\(self, model, batch\)"),
         ({"model": None}, "Tiny has no model: set config.model, or override build_model"),
