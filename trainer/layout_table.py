@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -35,9 +35,8 @@ def layout_table(layout: Layout, rules: Rules, state: TrainState, mesh: Mesh) ->
     return table
 
 
-def _bytes(leaves: Iterable[jax.ShapeDtypeStruct]) -> tuple[str, str]:
+def _bytes(leaves: list[Any]) -> tuple[str, str]:
     """Bytes in all, and of one device's part."""
-    leaves = list(leaves)
     whole = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     each = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
     return f"{whole:,}", f"{each:,}"

@@ -8,12 +8,24 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from data import DataError
-from trainer.errors import BadDataError
+from data import DataConfig, DataError, Pipeline
+from trainer.errors import BadDataError, UserError
 from trainer.mesh import batch_sharding
 from trainer.step import Batch
 
 HostBatch = dict[str, np.ndarray]
+
+
+def open_pipeline(config: DataConfig, batch_size: int, seed: int, prefix: str) -> Pipeline:
+    """The pipeline that `config` asks for.
+
+    Raises:
+      UserError: what is wrong with the data; `prefix` says where in the config they stand.
+    """
+    try:
+        return Pipeline(config, batch_size=batch_size, seed=seed)
+    except ValueError as error:
+        raise UserError(f"{prefix}{error}") from error
 
 
 def to_device(batch: HostBatch, mesh: Mesh, batch_size: int) -> Batch:

@@ -16,7 +16,6 @@ from flax import nnx
 from rich import get_console
 from rich.table import Table
 
-from data import DataConfig, Pipeline
 from trainer import runtime
 from trainer.checkpoint import Checkpoints
 from trainer.config import Config, check_batch_size
@@ -30,7 +29,7 @@ from trainer.mesh import local_rows, make_mesh, num_batch_shards
 from trainer.metrics import MetricSums, Recorder, check_monitored
 from trainer.optimizer import learning_rates, resolve_schedule
 from trainer.overrides import rebuild
-from trainer.prefetch import Prefetcher, to_device
+from trainer.prefetch import Prefetcher, open_pipeline, to_device
 from trainer.program import Program
 from trainer.progress import ProgressHook
 from trainer.safety.signals import listen
@@ -129,7 +128,7 @@ class Trainer:
             runtime.check_deterministic_operations()
         self.mesh = make_mesh(config.mesh, devices)
         check_batch_size(config, num_batch_shards(self.mesh))
-        self._data = _open_data(config.data, config.batch_size, config.seed, "")
+        self._data = open_pipeline(config.data, config.batch_size, config.seed, "")
         length = Calendar(config.batch_size, self._data.num_examples)
         self.num_steps = length.steps(config.train_for, "train_for")
         if self.num_steps < 1:
@@ -235,7 +234,7 @@ class Trainer:
     def _open_evaluation(self, index: int) -> Evaluation:
         config = self.config.evals[index]
         size = padded_batch_size(config.batch_size or self.config.batch_size, num_batch_shards(self.mesh))
-        pipeline = _open_data(config.data, size, self.config.seed, f"evals[{index}].")
+        pipeline = open_pipeline(config.data, size, self.config.seed, f"evals[{index}].")
         return Evaluation(config.name, pipeline, size, self.mesh, self._program.eval_step)
 
     def _check_hooks(self) -> None:
@@ -316,10 +315,3 @@ class Trainer:
         if len(set(names)) < len(names):
             raise UserError(f"hooks: names must differ, found {names}; set `name` in the class of each")
         return hooks
-
-
-def _open_data(config: DataConfig, batch_size: int, seed: int, prefix: str) -> Pipeline:
-    try:
-        return Pipeline(config, batch_size=batch_size, seed=seed)
-    except ValueError as error:
-        raise UserError(f"{prefix}{error}") from error
