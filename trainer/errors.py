@@ -45,7 +45,7 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> UserError:
     """An error for a name that is not among `known`, with the nearest ones.
 
     >>> print(unknown_name("optimizer", "adamv", ["adam", "adamw", "sgd"]))
-    unknown optimizer 'adamv'; did you mean 'adamw' or 'adam'?
+    unknown optimizer 'adamv'; did you mean 'adam' or 'adamw'?
     """
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
