@@ -58,6 +58,7 @@ def _forward(task: Task, model: nnx.Module, batch: Batch) -> tuple[jax.Array, ja
     """Sum of weighted losses, sum of weights, metrics."""
     outputs = task.forward(model, batch)
     loss = task.loss(outputs, batch)
+    _check_loss(loss, len(batch["mask"]), type(task).__name__)
     weights = jnp.ones_like(loss.values) if loss.weights is None else loss.weights
     mask = batch["mask"].reshape(-1, *(1,) * (loss.values.ndim - 1))
     # Selected, not multiplied: an element of weight zero may have any loss, even NaN.
@@ -69,6 +70,20 @@ def _forward(task: Task, model: nnx.Module, batch: Batch) -> tuple[jax.Array, ja
     if taken := metrics.keys() & _OWN_METRICS:
         raise UserError(f"{type(task).__name__}.metrics: the names {sorted(taken)} are the framework's own; use others")
     return loss_sum, weight_sum, {"loss": clu_metrics.Average(total=loss_sum, count=weight_sum), **metrics}
+
+
+def _check_loss(loss: Any, num_rows: int, task: str) -> None:
+    if not isinstance(loss, Loss):
+        raise UserError(f"{task}.loss: expected a trainer.Loss(values), found {type(loss).__name__}")
+    if loss.values.ndim == 0 or len(loss.values) != num_rows:
+        raise UserError(
+            f"{task}.loss: expected a loss for each of the {num_rows} rows, float[batch, ...], found shape "
+            f"{loss.values.shape}; return the losses of the elements, not their mean"
+        )
+    if loss.weights is not None and loss.weights.shape != loss.values.shape:
+        raise UserError(
+            f"{task}.loss: expected weights of the losses' shape {loss.values.shape}, found {loss.weights.shape}"
+        )
 
 
 def _make_gradients(

@@ -258,3 +258,22 @@ def test_a_trainer_that_builds_its_model_itself_needs_no_config_model():
     trainer = Own(tiny_config(trainer=Own, model=None, checkpoint=CheckpointConfig()))
     assert trainer.fit().finished
     assert trainer.evaluate().keys() == {"test/loss"}
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda values: values, r"expected a trainer\.Loss\(values\), found"),
+        (lambda values: Loss(values.mean()), r"each of the 8 rows.*found shape \(\).*not their mean"),
+        (lambda values: Loss(values[:4]), r"each of the 8 rows.*found shape \(4,\)"),
+        (lambda values: Loss(values, weights=values.mean()), r"weights of the losses' shape \(8,\), found \(\)"),
+    ],
+    ids=["no Loss", "a mean", "half a batch", "a mean weight"],
+)
+def test_a_loss_is_one_number_per_element(loss, message):
+    class Wrong(Tiny):
+        def loss(self, outputs, batch):
+            return loss(super().loss(outputs, batch).values)
+
+    with pytest.raises(UserError, match=message):
+        Wrong(tiny_config())
