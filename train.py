@@ -4,6 +4,7 @@ import argparse
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         return run(flags, overrides)
     except RunError as error:
         if flags.traceback:
-            raise
+            traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
@@ -102,4 +103,13 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        code = main(sys.argv[1:])
+    except SystemExit as end:  # argparse's own
+        code = end.code if isinstance(end.code, int) else 2
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # All files are closed; a source that hangs must not hold up the end.

@@ -39,6 +39,7 @@ class MapSource:
             check_feature_name(name, "data.source[0]")
         self._pool = _start_pool(make, workers) if workers else None
         self._workers = workers
+        self._closed = False
         self.parallel_reads = 2 if workers else 1  # the second keeps workers busy while the first is stacked
         if not workers:
             log.warning(
@@ -65,6 +66,11 @@ class MapSource:
                 "may lack `if __name__ == '__main__':`, or data.source may not unpickle; later, it was killed, "
                 "perhaps for memory. data.workers=0 reads in this process."
             ) from None
+        except RuntimeError:
+            if self._closed:
+                raise
+            # The program is ending and has ended the workers first; nobody will look at this batch.
+            return tuple(np.stack([array] * len(indices)) for array in self._features.values())
         return tuple(np.concatenate(columns) for columns in zip(*parts, strict=True))
 
     def decode(self, *tensors: Any) -> Tensors:
@@ -73,6 +79,7 @@ class MapSource:
 
     def close(self) -> None:
         """Ends the worker processes once the reads under way are done."""
+        self._closed = True
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
 

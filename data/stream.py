@@ -4,7 +4,6 @@ steps → read (Python, once a batch) → decode and preprocess (one example at 
 """
 
 import atexit
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -45,11 +44,15 @@ class Stream(Iterator[Batch]):
           parallel_reads: Calls of `read` under way at once.
           explain: (step, TensorFlow's error in `prepare`) → what to raise instead.
         """
-        self._reads = _Reads(read)
+        import tensorflow as tf
+
+        self._iterator: Iterator[Batch] | None = None
+        self._reads = _Reads(read, rows, specs)
         self._explain = explain
         self._step = steps.start
-        dataset = _dataset(self._reads, prepare, steps, rows, specs, parallel_reads)
-        self._iterator: Iterator[Batch] | None = dataset.as_numpy_iterator()
+        self._ended = tf.Variable(False)
+        dataset = _dataset(self._reads, prepare, steps, self._ended, rows, specs, parallel_reads)
+        self._iterator = dataset.as_numpy_iterator()
         _streams.add(self)
 
     def __next__(self) -> Batch:
@@ -71,59 +74,66 @@ class Stream(Iterator[Batch]):
         return batch
 
     def close(self) -> None:
-        """Ends the reading. Batches that were ready are dropped."""
-        self._reads.stop()
-        self._iterator = None
+        """Ends the reading, and waits for reads that are under way. Batches that were ready are dropped.
+
+        TensorFlow's iterator may only go when none of its threads is in Python or on the way there: it holds Python's
+        lock while it waits for them. So no further step begins, and those that have begun are drained.
+        """
+        iterator, self._iterator = self._iterator, None
+        if iterator is None:
+            return
+        import tensorflow as tf
+
+        self._reads.closing = True
+        self._ended.assign(True)
+        while True:
+            try:
+                next(iterator)
+            except StopIteration:
+                break
+            except tf.errors.OpError:
+                continue
 
     def __del__(self) -> None:
-        self._reads.stop()
+        self.close()
 
 
 class _Reads:
-    """Calls `read` for tf.data, which knows neither Python's exceptions nor the end of the program."""
+    """Calls `read` for tf.data, and keeps what it raised: tf.data would reduce it to a message."""
 
-    def __init__(self, read: Read) -> None:
-        self.failure: Exception | None = None  # tf.data would reduce it to a message
+    def __init__(self, read: Read, rows: int, specs: tuple[Any, ...]) -> None:
+        self.failure: Exception | None = None
+        self.closing = False
         self._read = read
-        self._stopped = False
-        self._active = 0
-        self._change = threading.Condition()
+        self._blank = tuple(_blank((rows, *spec.shape), spec.dtype.as_numpy_dtype) for spec in specs)
 
     def __call__(self, step: np.ndarray) -> tuple[np.ndarray, ...]:
-        with self._change:
-            if self._stopped:
-                raise StopIteration  # tf.data ends without a word
-            self._active += 1
         try:
             return self._read(int(step))
         except Exception as error:
+            if self.closing:  # Nobody will look at the batch.
+                return self._blank
             self.failure = self.failure or error
-            self.stop()
-            raise StopIteration from None
-        finally:
-            with self._change:
-                self._active -= 1
-                self._change.notify_all()
+            raise StopIteration from None  # tf.data makes less noise of it than of any other
 
-    def stop(self) -> None:
-        """Lets no further read begin."""
-        self._stopped = True
 
-    def wait(self) -> None:
-        """Returns when no read is under way."""
-        with self._change:
-            self._change.wait_for(lambda: not self._active)
+def _blank(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    return np.full(shape, b"", object) if dtype is object else np.zeros(shape, dtype)
 
 
 def _dataset(
     reads: _Reads,
     prepare: Callable[..., dict[str, Any]],
     steps: range,
+    ended: Any,
     rows: int,
     specs: tuple[Any, ...],
     parallel_reads: int,
 ) -> Any:
-    """The tf.data.Dataset of batches. Decoding examples in parallel is faster than decoding batches."""
+    """The tf.data.Dataset of batches, until `ended`, a bool tf.Variable, is true.
+
+    Decoding examples in parallel is faster than decoding batches.
+    """
     import tensorflow as tf
 
     def read_tensors(step: Any) -> tuple[Any, ...]:
@@ -136,6 +146,7 @@ def _dataset(
     options.deterministic = True
     return (
         tf.data.Dataset.range(steps.start, steps.stop)
+        .take_while(lambda _: tf.logical_not(ended))
         .map(read_tensors, num_parallel_calls=parallel_reads)
         .unbatch()
         .map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
@@ -153,4 +164,3 @@ def _close_streams() -> None:
     """Ends streams that nobody closed: a tf.data thread waiting for Python's lock would hang the exit."""
     for stream in list(_streams):
         stream.close()
-        stream._reads.wait()

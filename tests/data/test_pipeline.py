@@ -296,3 +296,33 @@ def test_fingerprint_follows_the_data() -> None:
 def test_importing_data_is_light() -> None:
     code = "import sys, data; assert not {'tensorflow', 'jax', 'sklearn'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_error_in_the_source_ends_the_program_with_its_name(tmp_path: Path) -> None:
+    """The error's traceback holds TensorFlow's iterator; letting go of it must not wait for a thread that waits."""
+    program = """
+        import numpy as np
+        from data import DataConfig, Pipeline
+
+        class Torn:
+            def __len__(self):
+                return 100
+
+            def __getitem__(self, index):
+                if index == 77:
+                    raise FileNotFoundError("77.png")
+                return {"id": index}
+
+        pipeline = Pipeline(DataConfig(Torn(), shuffle=False), batch_size=8, seed=0)
+        for attempt in range(20):
+            try:
+                for batch in pipeline.batches(start=0, rows=np.arange(8)):
+                    pass
+            except Exception as error:
+                print(attempt, error)
+        """
+    environment = {**os.environ, "PYTHONPATH": str(Path(data_package.__file__).parent.parent)}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=50, env=environment, check=False)
+    assert result.returncode == 0
+    assert result.stdout.splitlines()[-1] == "19 data.source[77]: FileNotFoundError: 77.png"
