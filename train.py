@@ -77,6 +77,7 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
     from trainer import runtime
     from trainer.config import load_config
     from trainer.errors import UserError
+    from trainer.trainer import Trainer
 
     # In a terminal messages must go through the console that draws the bar; in a file they must not be wrapped.
     live = RichHandler(console=get_console(), show_path=False, show_level=False, log_time_format="%X")
@@ -86,8 +87,8 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
         logger.setLevel(logging.INFO)
         logger.propagate = False
     config = load_config(flags.config, overrides)
-    if config.trainer is None:
-        raise UserError(f"{flags.config}: set `trainer` in the config to the Trainer subclass that runs it")
+    if config.trainer is None or not issubclass(config.trainer, Trainer):
+        raise UserError(f"{flags.config}: set `trainer` to the Trainer subclass that runs it, found {config.trainer}")
     runtime.enable_compilation_cache()
     if config.deterministic:
         runtime.enable_deterministic_operations()

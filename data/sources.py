@@ -21,7 +21,12 @@ def open_source(source: Any, *, split: str, encoded: tuple[str, ...], workers: i
     """
     make = source
     if not is_map_style(source) and not isinstance(source, str | Mapping) and callable(source):
-        source = source()
+        try:
+            source = source()
+        except Exception as error:
+            if isinstance(error, ValueError):
+                raise
+            raise ValueError(f"data.source: {make!r} failed: {type(error).__name__}: {error}") from error
     if workers and (isinstance(source, str | Mapping) or not is_map_style(source)):
         raise ValueError(
             f"data.workers: expected 0 for this source; found {workers}. TFDS and arrays are read by threads "

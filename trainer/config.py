@@ -71,6 +71,11 @@ class Config:
             raise UserError(f"seed: expected 0 ≤ seed < 2**32, found {self.seed}")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise UserError(f"ema_decay: expected a number between 0 and 1, or None, found {self.ema_decay}")
+        if self.model is not None and not all(hasattr(self.model, name) for name in ("build", "sharding_rules")):
+            raise UserError(
+                f"model: expected a model config with build(rngs) and sharding_rules(), found {self.model!r}; None if "
+                "the Trainer overrides build_model"
+            )
         names = [evaluation.name for evaluation in self.evals]
         if len(set(names)) < len(names):
             raise UserError(f"evals: names must differ, found {names}")

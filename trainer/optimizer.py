@@ -71,6 +71,9 @@ class OptimizerConfig:
         for field in ("learning_rate", "weight_decay"):
             if not 0 <= getattr(self, field) < float("inf"):
                 raise UserError(f"optimizer.{field}: expected a number ≥ 0, found {getattr(self, field)}")
+        for pattern, factor in self.learning_rate_factors.items():
+            if not 0 <= factor < float("inf"):
+                raise UserError(f"optimizer.learning_rate_factors[{pattern!r}]: expected a number ≥ 0, found {factor}")
         if self.per_examples is not None and self.per_examples < 1:
             raise UserError(f"optimizer.per_examples: expected a batch size ≥ 1 or None, found {self.per_examples}")
         if self.clip_norm is not None and not self.clip_norm > 0:

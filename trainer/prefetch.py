@@ -37,7 +37,7 @@ def to_device(batch: HostBatch, mesh: Mesh, batch_size: int) -> Batch:
       batch_size: rows of the global batch.
 
     Raises:
-      ValueError: if an integer does not fit the 32 bits that JAX gives it.
+      UserError: if an integer does not fit the 32 bits that JAX gives it.
     """
     sharding = batch_sharding(mesh)
 
@@ -52,7 +52,7 @@ def _narrow(name: str, rows: np.ndarray) -> np.ndarray:
     narrow = rows.astype(dtype, copy=False)
     if dtype != rows.dtype and np.issubdtype(dtype, np.integer) and not np.array_equal(narrow, rows):
         example = rows.flat[np.argmax(narrow != rows)]
-        raise ValueError(
+        raise UserError(
             f"feature {name!r} holds {rows.dtype} values that do not fit {dtype}, such as {example}; "
             "reduce them in preprocess, or enable jax_enable_x64"
         )

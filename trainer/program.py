@@ -106,13 +106,21 @@ class Program:
         self.predict_step = MeshFunction(jax.jit(predict_step, out_shardings=replicated(mesh)), mesh)
 
         rate = jax.ShapeDtypeStruct((), np.float32)
-        state, self.train_metrics = self._trace("a training step", self.train_step, rate)
+        state, self.train_metrics = self._trace("a training step", self.train_step, self.batch, rate)
         _check_same_structure(self.state, state)
-        self.eval_metrics = self._trace("an evaluation step", self.eval_step)
+        self.eval_metrics = self.trace_evaluation(self.batch)
 
-    def _trace(self, what: str, step: MeshFunction, *arguments: Any) -> Any:
-        features = ", ".join(f"{name} {leaf.dtype}{list(leaf.shape)}" for name, leaf in self.batch.items())
-        return _call(f"{what} on a batch of {features}", step.eval_shape, self.state, self.batch, *arguments)
+    def trace_evaluation(self, batch: Mapping[str, jax.ShapeDtypeStruct], where: str = "") -> dict[str, Any]:
+        """The abstract metrics of `batch`.
+
+        Raises:
+          UserError: if model, loss or metrics cannot take it; `where` says which evaluation it is of.
+        """
+        return self._trace(f"{where}an evaluation step", self.eval_step, batch)
+
+    def _trace(self, what: str, step: MeshFunction, batch: Mapping[str, Any], *arguments: Any) -> Any:
+        features = ", ".join(f"{name} {leaf.dtype}{list(leaf.shape)}" for name, leaf in batch.items())
+        return _call(f"{what} on a batch of {features}", step.eval_shape, self.state, batch, *arguments)
 
     def create_state(self, seed: int) -> TrainState:
         """A fresh state on the mesh."""

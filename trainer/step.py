@@ -69,6 +69,12 @@ def _forward(task: Task, model: nnx.Module, batch: Batch) -> tuple[jax.Array, ja
     metrics = task.metrics(outputs, batch)
     if taken := metrics.keys() & _OWN_METRICS:
         raise UserError(f"{type(task).__name__}.metrics: the names {sorted(taken)} are the framework's own; use others")
+    for name, metric in metrics.items():
+        if not isinstance(metric, clu_metrics.Metric):
+            raise UserError(
+                f"{type(task).__name__}.metrics: expected a clu metric for {name!r}, such as "
+                f"clu.metrics.Average.from_model_output(values, mask=batch['mask']), found {type(metric).__name__}"
+            )
     return loss_sum, weight_sum, {"loss": clu_metrics.Average(total=loss_sum, count=weight_sum), **metrics}
 
 

@@ -30,7 +30,7 @@ from trainer.metrics import MetricSums, Recorder, check_monitored
 from trainer.optimizer import learning_rates, resolve_schedule
 from trainer.overrides import rebuild
 from trainer.prefetch import Prefetcher, open_pipeline, to_device
-from trainer.program import Program
+from trainer.program import Program, abstract_batch
 from trainer.progress import ProgressHook
 from trainer.safety.signals import listen
 from trainer.sharding import REPLICATE, Rules
@@ -235,6 +235,8 @@ class Trainer:
         config = self.config.evals[index]
         size = padded_batch_size(config.batch_size or self.config.batch_size, num_batch_shards(self.mesh))
         pipeline = open_pipeline(config.data, size, self.config.seed, f"evals[{index}].")
+        batch = abstract_batch(pipeline.element_spec, self.mesh, size)
+        self._program.trace_evaluation(batch, f"evals[{index}]: ")
         return Evaluation(config.name, pipeline, size, self.mesh, self._program.eval_step)
 
     def _check_hooks(self) -> None:

@@ -277,3 +277,38 @@ def test_a_loss_is_one_number_per_element(loss, message):
 
     with pytest.raises(UserError, match=message):
         Wrong(tiny_config())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": 5}, r"model: expected a model config with build\(rngs\)"),
+        (
+            {"evals": (EvalConfig(DataConfig({"x": examples(8)["x"]})),)},
+            r"(?s)evals\[0\]: an evaluation step .*tiny\.py.*KeyError: 'label'",
+        ),
+        ({"data": DataConfig(lambda: np.load("nowhere.npz"))}, r"data\.source: .* failed: FileNotFoundError"),
+        ({"optimizer": OptimizerConfig("sgd", learning_rate_factors={".*": 1.0})}, None),
+    ],
+    ids=["no model", "evaluation without labels", "a source that fails", "valid"],
+)
+def test_what_would_fail_later_is_said_at_construction(changes, message):
+    if message is None:
+        Tiny(tiny_config(**changes))
+        return
+    with pytest.raises(UserError, match=message):
+        Tiny(tiny_config(**changes))
+
+
+def test_a_metric_that_is_a_plain_array_is_refused():
+    class Plain(Tiny):
+        def metrics(self, outputs, batch):
+            return {"largest": outputs.max()}
+
+    with pytest.raises(UserError, match=r"Plain\.metrics: expected a clu metric for 'largest'"):
+        Plain(tiny_config())
+
+
+def test_a_negative_factor_is_refused():
+    with pytest.raises(UserError, match=r"learning_rate_factors\['a'\]: expected a number ≥ 0, found -1.0"):
+        OptimizerConfig(learning_rate_factors={"a": -1.0})
